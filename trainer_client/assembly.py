@@ -64,6 +64,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
                 log.warning("%s", resume_line(user, rank, job, sizes, made_with, job.resumed_state))
         if job.handed_over_step is not None:
             engine.commit_initial_state()
+        rank.log_context.step = engine.global_steps + 1
         _survive_restarts(rank, job, parts.commits)
     except BaseException:
         engine.close_without_commit()

@@ -219,6 +219,9 @@ class Engine(EngineStates):
         # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
         # committed on every rank.
         self.wait_for_commit()
+        # A program may have several engines.
+        self._log_context.enter()
+        self._log_context.step = self.global_steps + 1
         made = self._was_step_applied = self._step.make(self._commits.next)
         self.global_steps += 1
         self.global_samples += self._micro_batches.samples
@@ -595,3 +598,4 @@ class Engine(EngineStates):
                 log.info("step=%d skipped=%d lr=%s norm=%s %s", *shown, report)
 
         self._reporter.end_step(self.global_steps, line)
+        self._log_context.step = self.global_steps + 1

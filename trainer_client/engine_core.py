@@ -80,6 +80,7 @@ class EngineCore(EngineGetters):
         self._precision = PrecisionPolicy.of(rank.settings)
         self._store = rank.store
         self._collectives = rank.collectives
+        self._log_context = rank.log_context
         self._states = parts.states
         self._step = parts.step
         self._hooks = parts.hooks

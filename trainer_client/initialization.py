@@ -36,6 +36,8 @@ from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.log_context import LogContext
+from trainer_client.log_context import begin as begin_log_context
 from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.owners import owner_of
@@ -218,7 +220,7 @@ def initialize(
             world_size=collectives.world_size,
             collate_fn=collate_fn,
         )
-        store = _connect(settings, collectives, local_rank, prefer_streams, recorder, resources)
+        store, log_context = _connect(settings, collectives, local_rank, prefer_streams, recorder, resources)
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
@@ -246,6 +248,7 @@ def initialize(
             collectives=collectives,
             store=store,
             recorder=recorder,
+            log_context=log_context,
         )
         job = Job(user, rank, policy, initial_values)
         cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
@@ -398,14 +401,20 @@ def _connect(
     prefer_streams: bool,
     recorder: Recorder,
     resources: ExitStack,
-) -> RankStore:
-    """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
+) -> tuple[RankStore, LogContext]:
+    """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective.
+
+    Return the store, and what this rank's log records carry from now on.
+    """
+    log_context = begin_log_context(settings.paramserver.job)
+    log_context.rank = collectives.rank
     address, credentials = find_store(settings, collectives, local_rank, resources)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
+    log_context.session = client
     trace_parent = None if settings.paramserver.telemetry is None else TraceParent()
     store = RankStore(
         address, client, credentials, prefer_streams=prefer_streams, recorder=recorder, trace_parent=trace_parent
     )
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
-    return store
+    return store, log_context

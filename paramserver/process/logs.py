@@ -30,6 +30,8 @@ def configure_logging(level: str, log_format: str) -> None:
     Tracebacks show no local variables, which structlog would add, because these hold session ids and tokens.
     """
     shared: list[structlog.typing.Processor] = [
+        # The words of the session, job and step for which a line is written; see sessions/log_context.py.
+        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -12,6 +12,7 @@ from paramserver.rpc.checked_server import Admit
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Context, Gate, check_owner
 from paramserver.security.principals import Principal
+from paramserver.sessions.log_context import note_in_logs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 
@@ -50,6 +51,7 @@ class Access:
         caller = self._gate.principal(context)
         session = self._sessions.get(session_id)
         check_owner(caller, session.owner)
+        note_in_logs(session)
         self._on_session(session, context)
         return session
 

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from structlog.contextvars import bind_contextvars, unbind_contextvars
+
+from paramserver.contract.printable import printable
 from paramserver.events import EventKind, EventLog
 from paramserver.sessions.copies import UNFINISHED_SECONDS, Copies
 from storage.engine import Engine
@@ -276,6 +279,9 @@ class Runs(Generic[MemberT]):
     async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size
         settled = vote.step if everywhere else vote.settled or 0
+        # The commit is a task of its own, for all ranks of the job.
+        unbind_contextvars("session")
+        bind_contextvars(job=printable(job.spec.name), step=vote.step)
         try:
             durable = await self._engine.commit(job, vote.step, vote.client_states, settled)
         except StorageError as error:

@@ -28,6 +28,7 @@ from paramserver.security.quotas import Quotas
 from paramserver.sessions.grants import Grants
 from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
+from paramserver.sessions.log_context import logged_for
 from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
@@ -139,7 +140,8 @@ class Sessions:
         session = Session(secrets.token_hex(16), client, visitor, visitor.peer, self._slots.take(), stream, now)
         self._sessions[session.session_id] = session
         self._expect(session, self.limits.heartbeat_timeout_seconds)
-        log.info("session opened by %s", client)
+        with logged_for(session):
+            log.info("session opened by %s", client)
         self._events.add(EventKind.SESSION, client, f"a session began, from {visitor.peer}")
         return session
 
@@ -155,7 +157,8 @@ class Sessions:
         session.state = SessionState.ATTACHED
         session.heard()
         self._expect(session, self.limits.heartbeat_timeout_seconds)
-        log.info("session of %s taken up again", session.client)
+        with logged_for(session):
+            log.info("session of %s taken up again", session.client)
         self._events.add(EventKind.SESSION, session.client, f"the session was taken up again, from {peer}")
 
     def detach(self, session: Session, stream: SessionStream) -> None:
@@ -166,7 +169,8 @@ class Sessions:
         if session.state is SessionState.ATTACHED and session.stream is stream:
             session.state = SessionState.DETACHED
             self._expect(session, self.limits.grace_seconds)
-            log.info("stream of %s broke", session.client)
+            with logged_for(session):
+                log.info("stream of %s broke", session.client)
             self._events.add(EventKind.SESSION, session.client, "the session's connection broke")
 
     def _expect(self, session: Session, seconds: float) -> None:
@@ -211,7 +215,8 @@ class Sessions:
         for reader in session.readers.values():
             reader.close()
         session.readers.clear()
-        log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
+        with logged_for(session):
+            log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
         self._events.add(EventKind.SESSION, session.client, f"the session ended ({reason}); {held} leases voided")
         if session.run is not None:
             self._runs.leave(session.run, session.rank, is_closed=is_closed)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.log_context import carried
 from trainer_client.recorder import Recorder, StepSums
 from trainer_client.report.step_export import StepExport
 from trainer_client.report.step_report import RankPlace, Roofline, StepReport, StoreWork, make_report
@@ -89,6 +90,7 @@ class Reporter:
         sums = self._recorder.end_step()
         gathers = self._gathers.snapshot().total
         self._gathers.reset()
+        line = None if line is None else carried(line, number)
         step = _Step(number=number, sums=sums, gathers=gathers, line=line, answered=threading.Event())
         self._last = step
         self._store.read_counters().add_done_callback(lambda future: self._answer(step, future))

@@ -25,6 +25,7 @@ import grpc
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.paramserver import TraceSection
 from trainer_client.errors import ConfigError
+from trainer_client.log_context import carried
 from trainer_client.recorder import (
     COMPUTE_ROW,
     FETCHES_ROW,
@@ -152,7 +153,7 @@ class StepTrace:
         self._state = _State.OVER
         self._collect(ends=True)
         # A thread writes the file, because that takes some tenths of a second.
-        self._writer = threading.Thread(target=self._write, name="paramserver-trace", daemon=True)
+        self._writer = threading.Thread(target=carried(self._write), name="paramserver-trace", daemon=True)
         self._writer.start()
 
     def _write(self) -> None:

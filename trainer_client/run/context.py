@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.log_context import LogContext
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
@@ -47,3 +48,4 @@ class RankContext:
     collectives: Collectives
     store: RankStore
     recorder: Recorder
+    log_context: LogContext

@@ -23,6 +23,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError, StoreUnavailableError
+from trainer_client.log_context import carried
 from trainer_client.transport.channel import check_address, is_serving, open_channel
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class LocalDaemon:
         self._starting = threading.Lock()
         self._process = self._start()
         if restarts:
-            threading.Thread(target=self._start_again, name="paramserver-daemon", daemon=True).start()
+            threading.Thread(target=carried(self._start_again), name="paramserver-daemon", daemon=True).start()
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LocalDaemon:

@@ -35,6 +35,7 @@ from trainer_client.errors import (
     StoreUnavailableError,
     UnauthenticatedError,
 )
+from trainer_client.log_context import carried
 from trainer_client.recorder import Cause, Recorder
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.channel import Pending, wait_until_serving
@@ -237,7 +238,7 @@ class Attachments:
                 self.changed.notify_all()
                 return
             self._thread = threading.Thread(
-                target=self._attach_again,
+                target=carried(self._attach_again),
                 args=(self._survival, attachment, error),
                 name="paramserver-attach",
                 daemon=True,

@@ -20,6 +20,7 @@ from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeoutError, StoreUnavailableError
+from trainer_client.log_context import carried
 from trainer_client.transport.arena import session_ended
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
@@ -83,7 +84,7 @@ class Session:
         self._closing = threading.Event()
         self._welcome = pb.SessionResponse.Welcome()
         self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client))
-        self._thread = threading.Thread(target=self._run, name="paramserver-session", daemon=True)
+        self._thread = threading.Thread(target=carried(self._run), name="paramserver-session", daemon=True)
         self._thread.start()
         with self._changed:
             welcomed = self._changed.wait_for(lambda: self._state is not SessionState.OPENING, CONTROL_DEADLINE_SECONDS)
