@@ -85,7 +85,7 @@ KEEPALIVE = (
 # above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
 MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
-# How long a stop waits for a moment without a commit under way. A commit takes seconds unless a device or a rank hangs.
+# A stop waits at most this long for a moment without a commit under way. A commit takes seconds, unless a device hangs.
 STOP_COMMIT_SECONDS = 30.0
 # The heartbeats that a client sends within the time after which its silence ends its session.
 HEARTBEATS_OF_A_TIMEOUT = 5

@@ -60,7 +60,7 @@ def set_up(machine: Machine, node: str, credentials_of: Machine | None = None) -
 
 
 def uninterrupted(directory: Path, plan: Plan, ranks: int, steps: int) -> Training:
-    """Train with a daemon of its own, on which nobody works, and return the job."""
+    """Train with a daemon of its own, on which no operator works, and return the job."""
     machine = Machine(directory / "quiet", {NODES[0]: ""}, NODES[0])
     job = Training(replace(plan, directory=str(directory / "whole"), pause_seconds=0.0), [machine] * ranks)
     try:
@@ -273,6 +273,7 @@ def no_switch() -> str | None:
     return why_no_switch()
 
 
+@pytest.mark.runbooks
 def test_two_nodes_are_upgraded_under_a_job_and_one_of_them_is_lost(tmp_path: Path, no_switch: str | None) -> None:
     """The configuration is that of deploy/systemd. Without network namespaces the nodes have loopback addresses."""
     (upgrade,) = COMMANDS["A daemon is upgraded or restarted"]

@@ -42,11 +42,11 @@ class Plan:
 
     @property
     def limit_file(self) -> Path:
-        """A file with the last step that the run may make, and the word `end` if it is to end there."""
+        """Return the file with the last step that the run may make, and the word `end` if it is to end there."""
         return Path(self.directory) / "limit"
 
     def losses_file(self, rank: int) -> Path:
-        """A file with a line for each step: its number, and the loss in hexadecimal."""
+        """Return the file with a line for each step: its number, and the loss in hexadecimal."""
         return Path(self.directory) / f"losses-{rank}"
 
     def results_file(self, rank: int) -> Path:
