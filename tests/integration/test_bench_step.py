@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import plots
+from benchmarks.common import machine
 from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
 from benchmarks.training import scale
@@ -128,6 +129,7 @@ def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
     sizes = [about | {"parameters": millions * 10**6} | summaries([plain, nvme], TASK) for millions in (1, 2)]
     growth = {"seconds": 0.5, "memory": 0.5}
     result = {"parameters": {"batch": 1, "tokens": 8, "precision": "bf16"}, "sizes": sizes, "growth": growth}
+    result |= {"machine": machine.describe(tmp_path), "provenance": machine.provenance()}
     assert "| 1 x 64 | 2 M | 1.00 | 3.00 | 1.00 | 0.00 | 0.33 |" in scale.markdown(result)
     for name in ("first.svg", "second.svg"):
         plots.draw("scale", result, tmp_path / name)
