@@ -188,26 +188,7 @@ async def _serve(
     )
     traces = Traces(engine.tracer)
 
-    def end_session(session_id: str) -> None:
-        chunk_budget.end_session(session_id)
-        traces.end_session(session_id)
-
-    sessions = Sessions(
-        engine,
-        SessionLimits(
-            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
-            grace_seconds=config.session_grace_seconds,
-            seats=SeatLimits(
-                total=config.max_sessions,
-                reserved=config.sessions_reserved,
-                per_identity=config.sessions_per_identity,
-                per_address=config.sessions_per_address,
-            ),
-        ),
-        quotas,
-        events,
-        on_end=end_session,
-    )
+    sessions = _make_sessions(config, engine, quotas, events, chunk_budget, traces)
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
     gate = Gate(tokens)
@@ -258,6 +239,31 @@ async def _serve(
         session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
+
+
+def _make_sessions(
+    config: DaemonConfig, engine: Engine, quotas: Quotas, events: EventLog, chunk_budget: ChunkBudget, traces: Traces
+) -> Sessions:
+    def end_session(session_id: str) -> None:
+        chunk_budget.end_session(session_id)
+        traces.end_session(session_id)
+
+    return Sessions(
+        engine,
+        SessionLimits(
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+            grace_seconds=config.session_grace_seconds,
+            seats=SeatLimits(
+                total=config.max_sessions,
+                reserved=config.sessions_reserved,
+                per_identity=config.sessions_per_identity,
+                per_address=config.sessions_per_address,
+            ),
+        ),
+        quotas,
+        events,
+        on_end=end_session,
+    )
 
 
 def _send_spans(
