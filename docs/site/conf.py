@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paramserver import __version__
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 INDEX = "docs/index"
 
 project = "paramserver"
-release = version = installed_version("paramserver")
+release = version = __version__
 author = "the authors of paramserver"
 copyright = f"{datetime.now(UTC):%Y}, {author}; Apache-2.0"
 
