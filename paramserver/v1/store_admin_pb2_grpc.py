@@ -311,8 +311,10 @@ class StoreAdminServicer:
 
     def BeginCopy(self, request, context):
         """Announces a run that copies a committed step of another store, or of a backup, into a job of this one. The caller
-        then opens the job with this `run_id`, puts what differs, and commits. The copy's unfinished step outlives a client
-        that is killed, for an hour or until another run opens the job: the next copy of the same origin goes on with it.
+        then opens the job with this `run_id`, puts what differs, and commits.
+
+        The copy's unfinished step outlives a client that is killed, for an hour or until another run opens the job: the
+        next copy of the same origin goes on with it.
         What a client leaves that closes its sessions is discarded, and so is the job if it had no commit.
         FAILED_PRECONDITION while ranks are attached to the job.
         """
