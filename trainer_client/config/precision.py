@@ -107,7 +107,9 @@ class Fp16Section(Section):
     consecutive_hysteresis: bool = Field(
         default=False, description="count only overflows in a row; false: count them until the scale doubles"
     )
-    min_loss_scale: Annotated[float, BeforeValidator(_finite)] = Field(default=1.0, description="its lower limit")
+    min_loss_scale: Annotated[float, BeforeValidator(_finite)] = Field(
+        default=1.0, description="its lower limit; 0: none"
+    )
     opt_level: Annotated[
         str | None,
         WithoutEffect(why="it is a key of apex, which DeepSpeed does not read"),
@@ -125,8 +127,8 @@ class Fp16Section(Section):
         if self.enabled and self.loss_scale == 0:
             if self.loss_scale_window < 1:
                 raise ValueError("loss_scale_window must be at least 1 step, because the loss scale is dynamic")
-            if self.min_loss_scale <= 0:
-                raise ValueError("min_loss_scale must be positive, because the loss scale is dynamic")
+            if self.min_loss_scale < 0:
+                raise ValueError("min_loss_scale must not be negative, because the loss scale is dynamic")
         return self
 
 

@@ -20,14 +20,9 @@ from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.reduction_dtypes import mark_reduction_dtypes, marked_dtype
 
-# The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it. That scaler
-# has no lower limit, and here it is the smallest normal number of fp32.
+# The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
 _AUTOCAST_SCALE = Fp16Section(
-    enabled=True,
-    initial_scale_power=16,
-    loss_scale_window=2000,
-    hysteresis=1,
-    min_loss_scale=torch.finfo(torch.float32).tiny,
+    enabled=True, initial_scale_power=16, loss_scale_window=2000, hysteresis=1, min_loss_scale=0.0
 )
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,10 +18,7 @@ def test_a_loss_scale_that_is_no_finite_number_is_refused(value: Any) -> None:
         DeepSpeedFP16Config(loss_scale=value)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("loss_scale_window", 0), ("min_loss_scale", -1), ("min_loss_scale", 0), ("min_loss_scale", True)],
-)
+@pytest.mark.parametrize(("key", "value"), [("loss_scale_window", 0), ("min_loss_scale", -1), ("min_loss_scale", True)])
 def test_what_a_dynamic_scale_cannot_use_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=f"{key}|must be a number"):
         DeepSpeedFP16Config(enabled=True, **{key: value})
