@@ -47,12 +47,16 @@ pytestmark = [
 
 
 def shortened(rules: str) -> str:
-    """Return the rules with shorter durations: each `for` is a 60th; ranges and offsets are a 12th, at least 5 s."""
+    """Return the rules with shorter durations: each is a 12th, but ranges and offsets are at least 5 s.
+
+    On a busy machine a scrape may take longer than the second between two of them, so a daemon that is down for a
+    minute is down for five seconds here.
+    """
 
     def seconds(text: str) -> float:
         return float(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
-    rules = re.sub(r"for: (\d+[sm])\b", lambda found: f"for: {max(1, round(seconds(found[1]) / 60))}s", rules)
+    rules = re.sub(r"for: (\d+[sm])\b", lambda found: f"for: {max(1, round(seconds(found[1]) / 12))}s", rules)
     return re.sub(
         r"(\[|offset )(\d+[sm])\b", lambda found: f"{found[1]}{max(5, round(seconds(found[2]) / 12))}s", rules
     )
