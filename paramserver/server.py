@@ -47,7 +47,7 @@ from paramserver.security.gate import Gate
 from paramserver.security.quotas import Quotas
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
-from paramserver.services.access import Access
+from paramserver.services.access import Access, OnSession
 from paramserver.services.audit import Audit
 from paramserver.services.configuration import Configuration
 from paramserver.services.parameter_store import ParameterStore
@@ -207,8 +207,7 @@ async def _serve(
             *_connection_limits(config),
         ]
     )
-    telemetry = _send_spans(config, engine, welcome.epoch, cleanup)
-    access = Access(gate, sessions) if telemetry is None else Access(gate, sessions, telemetry.note_call)
+    access = Access(gate, sessions, _send_spans(config, engine, welcome.epoch, cleanup))
     streams = Streams(engine, chunk_budget, config.stream_window)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
@@ -268,8 +267,10 @@ def _make_sessions(
 
 def _send_spans(
     config: DaemonConfig, engine: Engine, epoch: str, cleanup: contextlib.AsyncExitStack
-) -> Telemetry | None:
-    """Send the spans of traced steps to the collector until `cleanup`; None: the configuration names no collector.
+) -> OnSession | None:
+    """Send the spans of traced steps to the collector until `cleanup`.
+
+    Return the function that notes to which step a call belongs; None: the configuration names no collector.
 
     Raises:
         ConfigError: the packages that this needs are not installed.
@@ -285,7 +286,7 @@ def _send_spans(
     telemetry = Telemetry(sender)
     engine.tracer.listen(telemetry.note_span)
     log.info("spans of traced steps go to %s", config.otlp_endpoint)
-    return telemetry
+    return telemetry.note_call
 
 
 async def _start(

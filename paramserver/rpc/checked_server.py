@@ -134,9 +134,11 @@ def _noting(note: NoteCall, name: str, context: Context, *, is_stream: bool) -> 
         ended_by_client = True
         raise
     finally:
-        # gRPC has the code that a method was aborted with as a number, and 0 for one that was not.
-        number: Any = context.code()
-        code = grpc.StatusCode.CANCELLED if ended_by_client else _STATUS_BY_NUMBER[number or 0]
+        # gRPC has the code that a method was aborted with as its enum, or as a number in some versions, and 0 for a
+        # method that was not aborted.
+        given: Any = context.code()
+        code = given if isinstance(given, grpc.StatusCode) else _STATUS_BY_NUMBER[given or 0]
+        code = grpc.StatusCode.CANCELLED if ended_by_client else code
         note(name, code, time.perf_counter() - began, is_stream)
 
 

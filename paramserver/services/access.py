@@ -16,13 +16,13 @@ from paramserver.sessions.log_context import note_in_logs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 
+OnSession = Callable[[Session, Context], None]
+
 
 class Access:
     """The checks of all rights."""
 
-    def __init__(
-        self, gate: Gate, sessions: Sessions, on_session: Callable[[Session, Context], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, gate: Gate, sessions: Sessions, on_session: OnSession | None = None) -> None:
         """Make the checks. `on_session` is called with each session whose call is admitted, and with that call."""
         self._gate = gate
         self._sessions = sessions
@@ -52,7 +52,8 @@ class Access:
         session = self._sessions.get(session_id)
         check_owner(caller, session.owner)
         note_in_logs(session)
-        self._on_session(session, context)
+        if self._on_session is not None:
+            self._on_session(session, context)
         return session
 
     def _admit_principal(self, _: Any, context: Context) -> Principal:

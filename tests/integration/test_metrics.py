@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,7 +21,8 @@ from paramserver.security.tokens import add_token
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of, run_serve
 from tests.integration.support.ranks import free_port
-from tests.integration.support.store_client import Clients
+from tests.integration.support.store_client import Clients, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 SECONDS = 30.0
@@ -69,6 +71,11 @@ def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
             clients.rank(Layout(name="idle", numels=(16,), groups=("a",))).begin().close()
             rank = clients.rank(Layout(name='a "job"\\', numels=(5000, 16), groups=("a", "b"))).begin()
             rank.train(1, 3)
+            with refused(grpc.StatusCode.NOT_FOUND):
+                rank.admin.ListShards(admin_pb.ListShardsRequest(job="nobody"))
+            # The call is counted a moment after its answer was sent.
+            refusals = ("paramserver_rpc_seconds_count", "NOT_FOUND", "ListShards")
+            wait_until(lambda: scrape(address).get(refusals) == 1)
             found = scrape(address)
             with admin_of(daemon.address) as admin:
                 shown = admin.GetTiers(admin_pb.GetTiersRequest())
