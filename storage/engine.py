@@ -491,10 +491,9 @@ class Engine:
             raise ConflictError(f"{slab.key} is being written by another lease")
         # A new write overwrites the bytes that an earlier `publish` left in this copy, so that version stays valid only
         # if it is on a backing tier, too.
-        slab.copy.step = None
         if not slab.backed:
             slab.latest = None
-        self.host_cache.pin(slab.copy)
+        self.host_cache.pin_to_write(slab.copy)
         return Pin(slab, slab.copy)
 
     async def publish(self, pin: Pin) -> None:

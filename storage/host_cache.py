@@ -134,6 +134,12 @@ class HostCache:
         self._order.pinned.add(copy)
         self._order.remove(copy)
 
+    def pin_to_write(self, copy: HostCopy) -> None:
+        """Pin a copy that has no pins, to write other bytes to it."""
+        copy.step = None
+        copy.is_written = True
+        self.pin(copy)
+
     def unpin(self, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
         """Release a pin.
 
@@ -144,6 +150,7 @@ class HostCache:
         copy.next_use = next_use
         if copy.pins:
             return
+        copy.is_written = False
         copy.idle.set()
         self._order.pinned.discard(copy)
         if slab.copy is not copy or (slab.current_copy is None and not copy.at_home):

@@ -340,8 +340,7 @@ class PrefetchQueue:
             # A copy at home is read into its own place.
             self._host.free(range_)
             range_ = None
-        while (copy := slab.copy) is not None and copy.at_home and copy.pins and slab.current_copy is None:
-            # An update works on the copy in its place, where nothing may be read to meanwhile.
+        while (copy := slab.copy) is not None and copy.at_home and copy.is_written:
             await copy.idle.wait()
         slab.check_present()
         if copy is not None and copy.at_home:

@@ -32,6 +32,8 @@ class HostCopy:
     # True if the slab is placed in the host tier. Such a copy is at home and is never evicted.
     at_home: bool
     pins: int = 0
+    # True while an update or a client writes to the copy, which it has pinned. Nothing may be read to the copy then.
+    is_written: bool = False
     # The trace position of the next use. The copy with the highest one is evicted first.
     next_use: float = NEVER
     idle: asyncio.Event = field(default_factory=asyncio.Event)

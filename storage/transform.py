@@ -213,8 +213,7 @@ class Transformer:
         undo.callback(self._release_source, passage)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
-            self._host_cache.pin(copy)
-            copy.step = None
+            self._host_cache.pin_to_write(copy)
             undo.callback(self._release_copy, passage)
         if not is_newest:
             self._hold_source(passage)

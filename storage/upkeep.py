@@ -227,7 +227,7 @@ def _is_being_written(job: Job, slab: Slab) -> bool:
     """Return whether an update writes a slab now, or a client writes initial values to its place in host memory."""
     write = None if job.pending is None else job.pending.writes.get(slab)
     is_updated = write is not None and not write.done()
-    return is_updated or (slab.copy is not None and slab.copy.at_home and slab.copy.pins > 0)
+    return is_updated or (slab.copy is not None and slab.copy.is_written)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,6 +58,7 @@ def test_only_these_keys_may_differ_between_ranks() -> None:
         "paramserver.data.workers",
         "paramserver.inference.host_bytes",
         "paramserver.trace",
+        "paramserver.telemetry",
     }
     assert said["zero_optimization.stage"] is None
     assert said["optimizer.params.lr"] is None
