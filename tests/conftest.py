@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
@@ -91,6 +92,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("event loops that were blocked")
     for test, text in blocked:
         terminalreporter.write_line(f"{test}: {text}")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C end the programs that tests start, also where the suite itself was started to ignore it.
+
+    A shell starts a command in the background, and `nohup` one, with SIGINT ignored, which all its children inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
