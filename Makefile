@@ -19,7 +19,7 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts matrix peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
+  fuzz readers restarts mutants matrix device-tests peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
   bench-dataplane bench-step bench-scale bench-moe bench-small bench-inference bench-plan plots docs proto lock clean \
   distclean
 
@@ -97,15 +97,22 @@ restarts: N ?= 10
 restarts: venv ## Kill the daemon of a run of two ranks N times and compare the bits (N=10 SEED=...)
 	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
 
+mutants: venv ## Leave out each wait of the copies beside computation, and train under each schedule of lag
+	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
+	  tests/device/test_lanes_training.py
+
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix
+
+device-tests: venv ## Run the tests on the simulated accelerator alone, and fail if there is no g++ (some 2 minutes)
+	PARAMSERVER_REQUIRE_DEVICE=1 $(PYTEST) tests/device
 
 # The tests need a checkout of DeepSpeed, whose files are not part of this project, and the package hjson.
 SUITE ?= build/DeepSpeed
 SAMPLE ?= 0
 deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR, SAMPLE=N parameter sets of each test)
 	$(BIN)/python -m pip install --quiet --target build/deepspeed-tests hjson==3.1.0
-	PYTHONPATH=build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
+	PYTHONPATH=$(CURDIR)/build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
 	  --json build/deepspeed-tests.json
 
 # Lightning is installed besides what the lock has; the constraint keeps the versions of the lock.

@@ -1,7 +1,7 @@
 """Pictures of the results: `python -m benchmarks.plots` makes results/NAME.svg of results/NAME.json.
 
 Each picture names its machine and commit. It has no background, and its colours have contrast on white and on black, so
-that one file serves light and dark pages. Must never show a figure that is not in the JSON file.
+that one file serves light and dark pages. This module must never show a figure that is not in the JSON file.
 """
 
 from __future__ import annotations

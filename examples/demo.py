@@ -208,7 +208,7 @@ def figures(trained: Trained, daemon: StoreDaemon) -> dict[str, Any]:
 
 
 def run(steps: int, parent: Path, *, keep: bool) -> tuple[str, ...]:
-    """Run the demo, and return the problems of its outcome; empty: there are none."""
+    """Run the demo, and return the problems of its outcome; empty if there are none."""
     console = Console()
     with run_directory(parent, keep=keep) as directory:
         state_dir = directory / "store"

@@ -129,7 +129,7 @@ class JournalFile:
 
 
 def train(engine: Engine, corpus: Corpus, journal: JournalFile, steps: int, digest_every: int) -> None:
-    """Train up to step `steps` of the job. Record the weights every `digest_every` steps; 0: not at all."""
+    """Train up to step `steps` of the job. Record the weights every `digest_every` steps, or never if it is 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro = engine.train_micro_batch_size_per_gpu()
     engine.train()

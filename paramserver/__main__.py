@@ -1,8 +1,8 @@
 """The entry point of both commands, and of a daemon that a trainer starts by running this file.
 
-Must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage` are common:
-a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH would be
-imported in place of this project's package. The verbs of `trainer_client` are found in the same way.
+This module must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage`
+are common: a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH
+would be imported in place of this project's package. The verbs of `trainer_client` are found in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _OwnPackages(MetaPathFinder):
 
 
 def use_own_packages() -> None:
-    """Import the project's packages from the directory that holds this package, from now on.
+    """From now on, import the project's packages from the directory that holds this package.
 
     Raises:
         SystemExit: a foreign module is imported already under one of their names, for example by sitecustomize.py.
@@ -73,7 +73,7 @@ def leave_deleted_directory() -> None:
 
 
 def main() -> None:
-    """Run `paramserver`."""
+    """Run the command `paramserver`."""
     use_own_packages()
     open_standard_streams()
     leave_deleted_directory()
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def admin() -> None:
-    """Run `paramserver-admin`."""
+    """Run the command `paramserver-admin`."""
     use_own_packages()
     from paramserver.admin.cli import main as run  # noqa: PLC0415
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +25,15 @@ from paramserver.security.quotas import QuotasSection
 
 # The environment variable of a key is this prefix with the key in capitals.
 ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
-# The keys whose value is a list, which a variable has as paths with colons between them.
-_PATHS = ("nvme_dirs",)
-# The keys that are tables, which a variable has as an inline table of TOML.
+# The keys whose value is a list of paths or names, which a variable has with colons between them.
+_LISTS = ("nvme_dirs", "metrics_names")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+# The keys whose value is a table. An environment variable has it as an inline table of TOML.
 _TABLES = ("quotas",)
 
 _WANTED_TABLE = 'write an inline table of TOML, such as {default = {sessions = 64}, job = [{pattern = "a-*"}]}'
-# One half of this budget holds the first small chunks of some hundred transfers, and the other half holds whole chunks.
+# The smallest transfer budget that can be configured. One half of it holds the first small chunks of some hundred
+# transfers, and the other half holds large chunks of 1 MiB.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
 
 
@@ -75,6 +78,11 @@ class DaemonConfig(BaseModel):
     )
     metrics_listen: str | None = Field(
         default=None, description="HOST:PORT of the HTTP endpoint with /metrics for Prometheus and the page"
+    )
+    metrics_names: tuple[str, ...] = Field(
+        default=(),
+        description="names of hosts under which `metrics_listen` answers besides those of loopback; default: no others "
+        "on loopback, every name elsewhere",
     )
     page: bool = Field(default=True, description="whether `metrics_listen` also serves the page for people, at /")
     metrics_jobs: int = Field(
@@ -133,6 +141,12 @@ class DaemonConfig(BaseModel):
         ge=0.0,
         le=600.0,
         description="how long a session outlives its broken stream",
+    )
+    late_copy_seconds: float = Field(
+        default=5.0,
+        ge=0.0,
+        le=600.0,
+        description="how long memory that a trainer's GPU was writing stays unused after the trainer was killed",
     )
     # Each session takes 16 bytes of the arena's header. The upper limit keeps the header a small part of the smallest
     # host_budget.
@@ -210,6 +224,18 @@ class DaemonConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_names(self) -> DaemonConfig:
+        for name in self.metrics_names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ValueError(
+                    f"metrics_names: {name!r} is not the name of a host; write it without a scheme and without a port, "
+                    "such as node7.example"
+                )
+        if self.metrics_names and self.metrics_listen is None:
+            raise ValueError("metrics_names: they are names of `metrics_listen` (--metrics-listen), which is not set")
+        return self
+
+    @model_validator(mode="after")
     def _check_collector(self) -> DaemonConfig:
         if self.otlp_endpoint is None:
             return self
@@ -269,8 +295,8 @@ def load_config(
 
     Args:
         path: the TOML file; None: there is none.
-        flags: values by key; those that are None do not count.
-        environment: variables, of which those with ENVIRONMENT_PREFIX count.
+        flags: values by key; a key whose value is None is not set.
+        environment: environment variables, of which those with ENVIRONMENT_PREFIX are read; None: none are read.
 
     Raises:
         ConfigError: the message names the key, its value and what is allowed.
@@ -294,7 +320,7 @@ def load_config(
 
 
 def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the values by key that the variables of an environment set. Raises ConfigError."""
+    """Return the values by key that the variables of an environment set. It can raise ConfigError."""
     values: dict[str, Any] = {}
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX):
@@ -307,12 +333,12 @@ def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
         if key in _TABLES:
             values[key] = _inline_table(name, environment[name])
         else:
-            values[key] = environment[name].split(os.pathsep) if key in _PATHS else environment[name]
+            values[key] = environment[name].split(os.pathsep) if key in _LISTS else environment[name]
     return values
 
 
 def _inline_table(name: str, text: str) -> Mapping[str, Any]:
-    """Return the table that a variable holds. Raises ConfigError."""
+    """Return the table that a variable holds. It can raise ConfigError."""
     try:
         values = tomllib.loads(f"table = {text}")
     except tomllib.TOMLDecodeError as error:

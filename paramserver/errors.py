@@ -6,7 +6,7 @@ from storage.errors import StorageError
 
 
 class UnavailableError(StorageError):
-    """The daemon cannot serve this request now; the same request may succeed later, or after a restart."""
+    """The daemon cannot serve this request now; the same request can succeed later, or after a restart."""
 
 
 class LateError(StorageError):

@@ -1,8 +1,8 @@
 """The log of the daemon's last events, in memory: what happened to its jobs, sessions, tiers and devices.
 
-Operators read it (`paramserver-admin events`). Owns the events, whose number is bounded for each kind, so that the
-commits of a fast job do not push out the damage of last week. Must be used on the daemon's event loop only, and must
-never hold an object of the event's subject, because an event outlives its job and its session.
+Operators read it (`paramserver-admin events`). This module owns the events, whose number is bounded for each kind, so
+that the commits of a fast job do not push out the damage of last week. It is used on the daemon's event loop only. This
+module must never hold an object of the event's subject, because an event outlives its job and its session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# The events of one kind that are kept; older ones are dropped.
+# The most events of one kind that are kept; older ones are dropped.
 KEPT_OF_A_KIND = 250
 # The most bytes of an event's text in UTF-8. Names that clients choose have at most 1024 bytes, and an error text may
 # quote several. All events together must go into one message, of which clients receive at most 4 MiB.
@@ -23,7 +23,7 @@ MAX_TEXT_BYTES = 1000
 
 
 class EventKind(enum.StrEnum):
-    """What an event is about."""
+    """The kind of occurrence that an event reports."""
 
     DAEMON = "daemon"
     """The daemon itself: its start, its draining, its stop."""
@@ -56,7 +56,7 @@ class Event:
 
     Attributes:
         number: a later event has a higher number; the first one of a daemon has 1.
-        time: when it happened, in seconds since 1970.
+        time: when the event happened, in seconds since 1970.
         kind: a lowercase word.
         subject: the name of the job, the client, the tier or the verb that the event is about. Clients choose names, so
             programs that show them to people escape them.
@@ -83,9 +83,9 @@ class EventLog:
         """Add an event that has just happened.
 
         Args:
-            kind: what it is about.
+            kind: the kind of occurrence that the event reports.
             subject, text: see Event.
-            once: leave the event out if an event of its kind with this subject and text is still kept.
+            once: do not add the event if the log still has one of the same kind with this subject and text.
         """
         text = _shortened(text)
         kept = self._kept[kind]
@@ -98,16 +98,16 @@ class EventLog:
 
     @property
     def newest_number(self) -> int:
-        """The number of the newest event; 0: there was none."""
+        """The number of the newest event; 0 if there was none."""
         return self._newest
 
     def recent(self, limit: int, *, after: int = 0, kinds: Collection[EventKind] = ()) -> Sequence[Event]:
         """Return the newest events, oldest first.
 
         Args:
-            limit: return at most so many events.
+            limit: the most events that are returned.
             after: return only events with higher numbers.
-            kinds: return only events of these kinds; empty: of all.
+            kinds: return only events of these kinds; empty: events of all kinds.
         """
         if limit <= 0:
             return []

@@ -1,7 +1,7 @@
 """The optimizer as a kernel that the storage engine runs on tiles of a group.
 
 The kernel unscales and clips the gradient, updates the weight and the states of each shard, and rounds the new weight
-to the parameter's type. Must never know where the bytes of a tile come from.
+to the parameter's type. This module must never know where the bytes of a tile come from.
 """
 
 from __future__ import annotations

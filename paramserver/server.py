@@ -50,6 +50,7 @@ from paramserver.security.tokens import TokenFile
 from paramserver.services.access import Access, OnSession
 from paramserver.services.audit import Audit
 from paramserver.services.configuration import Configuration
+from paramserver.services.operations import AdminParts
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
 from paramserver.services.store_view import StoreView
@@ -65,6 +66,7 @@ from paramserver.v1 import store_admin_pb2
 from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import TierName
+from storage.tiers.arena import PIECE_BYTES, SETTLED_BYTE
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +89,11 @@ MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
 # A stop waits at most this long for a moment without a commit under way. A commit takes seconds, unless a device hangs.
 STOP_COMMIT_SECONDS = 30.0
-# The heartbeats that a client sends within the time after which its silence ends its session.
+# The number of heartbeats that a client sends within heartbeat_timeout_seconds, the silence after which its session
+# ends.
 HEARTBEATS_OF_A_TIMEOUT = 5
-# Limits of `health_listen`, where every caller is answered: some probes at once, each with a few bytes.
+# Limits of `health_listen`. Every caller gets an answer there, so they allow only a few probes at once, each with a few
+# bytes.
 HEALTH_LIMITS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4096),
@@ -217,8 +221,19 @@ async def _serve(
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
     audit = Audit(_audit_log(config), events)
     tell_ready = partial(_tell_ready, health_service)
-    admin = StoreAdmin(engine, sessions, view, gate, quotas, events, audit, drain, tell_ready, configuration)
-    checked.add(ADMIN_SERVICE, admin)
+    parts = AdminParts(
+        engine=engine,
+        sessions=sessions,
+        view=view,
+        gate=gate,
+        quotas=quotas,
+        events=events,
+        audit=audit,
+        drain=drain,
+        tell_ready=tell_ready,
+        configuration=configuration,
+    )
+    checked.add(ADMIN_SERVICE, StoreAdmin(parts))
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
@@ -252,6 +267,7 @@ def _make_sessions(
         SessionLimits(
             heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
             grace_seconds=config.session_grace_seconds,
+            late_copy_seconds=config.late_copy_seconds,
             seats=SeatLimits(
                 total=config.max_sessions,
                 reserved=config.sessions_reserved,
@@ -270,7 +286,7 @@ def _send_spans(
 ) -> OnSession | None:
     """Send the spans of traced steps to the collector until `cleanup`.
 
-    Return the function that notes to which step a call belongs; None: the configuration names no collector.
+    Return the function that notes to which step a call belongs; None if the configuration names no collector.
 
     Raises:
         ConfigError: the packages that this needs are not installed.
@@ -297,7 +313,7 @@ async def _start(
 ) -> None:
     """Start the server, and serve the health service alone at an address of its own, if it has one, until `cleanup`.
 
-    A probe such as that of Kubernetes has neither a certificate nor a token, and what it gets is no secret.
+    A probe such as that of Kubernetes has neither a certificate nor a token, and the answer that it gets is no secret.
     """
     await server.start()
     if health_address is None:
@@ -353,7 +369,10 @@ def _serve_metrics(
     gate: Gate,
     cleanup: contextlib.AsyncExitStack,
 ) -> NoteCall | None:
-    """Serve metrics and page until `cleanup`; return the function that counts calls, or None without an address."""
+    """Serve metrics and page until `cleanup`.
+
+    Return the function that counts calls; None if `metrics_listen` is not set.
+    """
     if config.metrics_listen is None:
         return None
     registry = CollectorRegistry()
@@ -363,7 +382,9 @@ def _serve_metrics(
     durations = Durations(registry)
     engine.tracer.listen(durations.note_span)
     page = _watch_for_page(config, engine, sessions, view, watch, events, cleanup) if config.page else None
-    endpoint = MetricsEndpoint(config.metrics_listen, registry, gate, _certificate_files(config), page)
+    endpoint = MetricsEndpoint(
+        config.metrics_listen, registry, gate, _certificate_files(config), page, config.metrics_names
+    )
     cleanup.push_async_callback(asyncio.to_thread, endpoint.close)
     url = f"{'https' if config.tls_certificate else 'http'}://{endpoint.address}"
     log.info("metrics at %s/metrics%s", url, f", page at {url}/" if page else "")
@@ -462,6 +483,8 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
             nonce=engine.arena.nonce,
             size_bytes=engine.arena.size_bytes,
             file_path=str(engine.arena.path or ""),
+            settled_offset=SETTLED_BYTE,
+            piece_bytes=PIECE_BYTES,
         ),
         version=__version__,
         patience_millis=int(1000 * longest_wait_seconds(config)),

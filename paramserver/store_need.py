@@ -1,7 +1,8 @@
-"""What a job takes of a store, computed from its declaration alone, with the records that the storage engine keeps.
+"""The bytes that a job takes of a store, computed from its declaration alone with the records of the storage engine.
 
 `paramserver plan` gets this function, because the planner lies in `trainer_client`, which imports nothing of the
-storage engine. Must never open a store. tests/integration/test_store_need.py compares the figures with an engine's.
+storage engine. This module must never open a store. tests/integration/test_store_need.py compares the figures with an
+engine's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _UNITS_OF_A_RANK = 2
 
 
 def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_budget: int) -> StoreNeed:
-    """Return what a job takes of one store with this host budget (bytes).
+    """Return the bytes that a job takes of one store whose host budget is `host_budget` bytes.
 
     Args:
         request: the request of any of the ranks that share the store.

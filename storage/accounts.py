@@ -1,30 +1,38 @@
 """The accounts of the tiers: which holder uses how many bytes, for operators and for tests that look for leaks.
 
-Owns nothing. Must look at all holders in one turn of the event loop, so that the sums belong to one instant. Bytes that
-no holder explains were leaked: an operation failed halfway and did not free them.
+This module owns nothing. It must not hold up the event loop, so it visits the slabs in slices, and counts the bytes
+that are allocated or freed meanwhile. Bytes that neither a holder nor this count explains were leaked: an operation
+failed halfway and did not free them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from storage.host_cache import HostCache
+from storage.job_table import JobTable
 from storage.reader import StepReader
 from storage.scratch import ScratchRanges
 from storage.shard import TierName
-from storage.slab import Slab
+from storage.slab import Group
+from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
-from storage.tiers.contract import BackingTier, Region
+from storage.tiers.contract import BackingTier, DurableTier, Region
 from storage.tiers.host import HostTier
+from storage.versions import Job
+
+# A function that returns the ranges that a holder has now.
+Ranges = Callable[[], Iterable[ArenaRange]]
 
 
 class Holder(enum.StrEnum):
-    """The holder of bytes of a tier. Each byte counts for one holder."""
+    """The holder of bytes of a tier. Each used byte is counted for exactly one holder."""
 
     FIXED = "fixed"
     """The daemon itself, from its start to its end: the arena's header and the optimizer's buffers."""
@@ -53,19 +61,22 @@ class Holder(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierAccount:
-    """The used bytes of one tier at one instant, by holder."""
+    """The used bytes of one tier, by holder."""
 
     tier: TierName
     used_bytes: int
     held_bytes: Mapping[Holder, int]
+    # The bytes that were allocated or freed while the account was taken; if there are none, it is of one instant.
+    moved_bytes: int = 0
 
     @property
     def unexplained_bytes(self) -> int:
-        """Used bytes without a holder; negative if bytes were freed twice.
+        """Used bytes without a holder, beyond what `moved_bytes` may explain; negative if bytes were freed twice.
 
         Between two turns of the event loop this may differ from 0 for a moment without any fault.
         """
-        return self.used_bytes - sum(self.held_bytes.values())
+        missing = self.used_bytes - sum(self.held_bytes.values())
+        return missing - max(-self.moved_bytes, min(self.moved_bytes, missing))
 
     @property
     def is_balanced(self) -> bool:
@@ -73,71 +84,133 @@ class TierAccount:
 
         A test polls this: without leaks it soon becomes true, as soon as no operation is under way.
         """
-        return self.unexplained_bytes == 0 and self.held_bytes.get(Holder.UNDER_WAY, 0) == 0
+        return self.used_bytes == sum(self.held_bytes.values()) and self.held_bytes.get(Holder.UNDER_WAY, 0) == 0
 
 
-def host_account(
-    host: HostTier,
-    host_cache: HostCache,
-    scratch: ScratchRanges,
-    *,
-    fixed_bytes: int,
-    slabs: Iterable[Slab],
-    leased: Iterable[ArenaRange],
-    quarantined: Iterable[ArenaRange],
-) -> TierAccount:
-    """Return the account of the host tier.
+class Accountant:
+    """Takes the accounts of the tiers of one engine."""
 
-    A range that has several holders counts for the first of them: sessions, quarantine, operations under way, jobs.
-    """
-    holders: dict[ArenaRange, Holder] = dict.fromkeys(leased, Holder.LEASES)
-    for ranges, holder in (
-        (quarantined, Holder.QUARANTINE),
-        (host_cache.pinned_ranges, Holder.UNDER_WAY),
-        (scratch.ranges, Holder.UNDER_WAY),
-        ((slab.copy.arena_range for slab in slabs if slab.copy is not None and slab.copy.is_of_use), Holder.JOBS),
-    ):
-        for range_ in ranges:
-            holders.setdefault(range_, holder)
-    held = Counter({Holder.FIXED: fixed_bytes})
-    for range_, holder in holders.items():
-        held[holder] += range_.nbytes
-    return TierAccount(tier=TierName.HOST, used_bytes=host.used_bytes, held_bytes=held)
+    def __init__(
+        self,
+        jobs: JobTable,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        scratch: ScratchRanges,
+        readers: Callable[[], Iterable[StepReader]],
+        *,
+        fixed_bytes: int,
+    ) -> None:
+        """Keep the parts of the engine; `readers` returns the open readers, for `fixed_bytes` see `Holder.FIXED`."""
+        self._jobs = jobs
+        self._host = host
+        self._backing = backing
+        self._host_cache = host_cache
+        self._scratch = scratch
+        self._readers = readers
+        self._fixed_bytes = fixed_bytes
+        # Accounts are taken one at a time, because those of a million slabs take a hundred MiB meanwhile.
+        self._taking = asyncio.Lock()
+
+    async def take(self, leased: Ranges, quarantined: Ranges) -> list[TierAccount]:
+        """Return the account of each tier, the host tier first; see `Engine.accounts`.
+
+        A range that has several holders counts for the first of: sessions, quarantine, operations under way, jobs. A
+        region counts for the first of: jobs, kept steps, readers, operations under way.
+        """
+        async with self._taking:
+            tiers = (self._host, *self._backing)
+            moved = [tier.counters.moved_bytes for tier in tiers]
+            # During the walk, bytes may pass from one of these holders to a slab that was visited before, or from a
+            # reader to a kept step. So these holders are read before the walk, and again after it.
+            ranges = self._ranges(leased, quarantined)
+            new = self._new_regions()
+            read = [reader.regions for reader in self._readers()]
+            copies, regions = await self._visit(read)
+            regions.add(Holder.UNDER_WAY, [*self._new_regions(), *new])
+            accounts = [
+                self._host_account(copies, self._ranges(leased, quarantined), ranges),
+                *(regions.account(tier) for tier in self._backing),
+            ]
+            return [
+                replace(account, moved_bytes=tier.counters.moved_bytes - before)
+                for account, tier, before in zip(accounts, tiers, moved, strict=True)
+            ]
+
+    def _ranges(self, leased: Ranges, quarantined: Ranges) -> dict[ArenaRange, Holder]:
+        """Return the ranges of the arena that sessions and operations have, each with its first holder."""
+        holders = dict.fromkeys(leased(), Holder.LEASES)
+        for ranges, holder in (
+            (quarantined(), Holder.QUARANTINE),
+            (self._host_cache.pinned_ranges, Holder.UNDER_WAY),
+            (self._scratch.ranges, Holder.UNDER_WAY),
+        ):
+            for range_ in ranges:
+                holders.setdefault(range_, holder)
+        return holders
+
+    def _new_regions(self) -> list[Region]:
+        return [region for tier in self._backing for region in tier.new_regions]
+
+    async def _visit(self, read: list[dict[Any, Region | None]]) -> tuple[set[ArenaRange], _Regions]:
+        """Return the ranges of the copies of all slabs, and the regions of jobs, kept steps and readers.
+
+        Args:
+            read: the regions of the readers that were open before the walk.
+        """
+        copies, regions = set[ArenaRange](), _Regions(self._backing.durable)
+        async for group in in_slices(_groups(list(self._jobs))):
+            for slab in group.slabs:
+                regions.add(Holder.JOBS, slab.versions.values())
+                if slab.copy is not None and slab.copy.is_of_use:
+                    copies.add(slab.copy.arena_range)
+        async for group in in_slices(_groups(list(self._jobs.all_kept()))):
+            for slab in group.slabs:
+                regions.add(Holder.KEPT, slab.versions.values())
+        for held in [*read, *(reader.regions for reader in self._readers())]:
+            async for region in in_slices(list(held.values())):
+                if region is not None and region.holders:
+                    regions.add(Holder.READERS, (region,))
+        return copies, regions
+
+    def _host_account(
+        self, copies: set[ArenaRange], ranges: dict[ArenaRange, Holder], before: dict[ArenaRange, Holder]
+    ) -> TierAccount:
+        """Return the account of the host tier; `before` are the `ranges` from before the walk."""
+        held = Counter({Holder.FIXED: self._fixed_bytes})
+        for range_, holder in ranges.items():
+            held[holder] += range_.nbytes
+        passed = (range_ for range_ in before if range_ not in ranges and range_ not in copies)
+        held[Holder.JOBS] += sum(range_.nbytes for range_ in passed)
+        held[Holder.JOBS] += sum(range_.nbytes for range_ in copies if range_ not in ranges)
+        return TierAccount(tier=TierName.HOST, used_bytes=self._host.used_bytes, held_bytes=held)
 
 
-def backing_accounts(
-    backing: BackingTiers, slabs: Sequence[Slab], kept: Sequence[Slab], readers: Collection[StepReader]
-) -> Iterator[TierAccount]:
-    """Yield the account of each backing tier, fastest first; `kept` are the slabs of kept steps."""
-    for tier in backing:
-        damaged_bytes = backing.durable.damaged_bytes if tier is backing.durable else None
-        yield _backing_account(tier, slabs, kept, readers, damaged_bytes)
+def _groups(jobs: Iterable[Job]) -> Iterator[Group]:
+    # The groups of a job are listed when the walk comes to the job, because some may be registered meanwhile.
+    return (group for job in jobs for group in list(job.groups.values()))
 
 
-def _backing_account(
-    tier: BackingTier[Any],
-    slabs: Iterable[Slab],
-    kept: Iterable[Slab],
-    readers: Iterable[StepReader],
-    damaged_bytes: Callable[[Iterable[Region]], int] | None,
-) -> TierAccount:
-    """Return the account of a tier.
+class _Regions:
+    """Regions of the backing tiers, each of which counts for the holder with which it was added first."""
 
-    A region that has several holders counts for the first of them: jobs, kept steps, readers, operations under way.
-    """
-    holders: dict[Region, Holder] = {}
-    for regions, holder in (
-        ((region for slab in slabs for region in slab.versions.values()), Holder.JOBS),
-        ((region for slab in kept for region in slab.versions.values()), Holder.KEPT),
-        ((region for reader in readers for region in reader.regions.values() if region is not None), Holder.READERS),
-        (tier.new_regions, Holder.UNDER_WAY),
-    ):
+    def __init__(self, durable: DurableTier[Any]) -> None:
+        self._durable = durable
+        self._seen: set[Region] = set()
+        self._held: Counter[tuple[TierName, Holder]] = Counter()
+        self._damaged: list[Region] = []
+
+    def add(self, holder: Holder, regions: Iterable[Region]) -> None:
         for region in regions:
-            if region.tier is tier:
-                holders.setdefault(region, holder)
-    held: Counter[Holder] = Counter()
-    for region, holder in holders.items():
-        held[holder] += region.nbytes
-    if damaged_bytes is not None and (damaged := damaged_bytes(holders)):
-        held[Holder.DAMAGED] = damaged
-    return TierAccount(tier=tier.name, used_bytes=tier.used_bytes, held_bytes=held)
+            if region in self._seen:
+                continue
+            self._seen.add(region)
+            self._held[region.tier.name, holder] += region.nbytes
+            if region.tier is self._durable and self._durable.is_damaged(region):
+                self._damaged.append(region)
+
+    def account(self, tier: BackingTier[Any]) -> TierAccount:
+        held = Counter({holder: nbytes for (name, holder), nbytes in self._held.items() if name is tier.name})
+        if tier is self._durable and (damaged := self._durable.damaged_bytes(self._damaged)):
+            held[Holder.DAMAGED] = damaged
+        return TierAccount(tier=tier.name, used_bytes=tier.used_bytes, held_bytes=held)

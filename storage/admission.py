@@ -1,7 +1,8 @@
 """The admission of jobs and readers: it refuses, before anything is written, what the budgets and limits cannot carry.
 
-Owns the set of open readers, because the versions that they hold count. Must never look at all slabs of a job, because
-a job's tally says what its slabs need.
+This module owns the set of open readers, because the budgets must also have room for the versions that the readers
+hold. It must never look at all slabs of a job, because the job's tally (the sums over its slabs, see slab.py) says what
+they need.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Limit:
 
     Attributes:
         what: the limit's name in error texts, for example "the quota of job 'a'".
-        covers: returns whether a job counts, by its name.
+        covers: returns whether the limit covers a job, given the job's name.
         host_bytes: the most bytes of the host tier; None: only the budget limits them.
         nvme_bytes: the most bytes of the durable tier; None: only the budget limits them.
-        counts_readers: whether steps that only readers hold count, too, also those of deleted jobs.
+        counts_readers: whether the limit also covers the bytes of steps that only readers hold, even of deleted jobs.
     """
 
     what: str
@@ -110,9 +111,9 @@ class Admission:
     def _need(self, tier: BackingTier[Any]) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
-        The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or
-        a kept step shares with a slab of a job with ranks count as well: the next steps replace them in the slab, and
-        then only the reader or the kept step holds them.
+        The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
+        kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
+        slab, and then only the reader or the kept step holds them.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
         shared = {
@@ -144,8 +145,9 @@ class Admission:
     def check_limit(self, job: Job, limit: Limit, *, kept: Collection[Region] = ()) -> None:
         """Raise BudgetExceededError if the next steps of the jobs that a limit covers need more than it allows.
 
-        `job` is one of these jobs, and counts even if it has no ranks yet. All versions of kept steps count besides,
-        because the next steps replace them in the slabs of the job, and those in `kept`, which are about to be kept.
+        `job` is one of these jobs, and its need is added even if it has no ranks yet. The versions of kept steps are
+        added as well, because the next steps replace them in the job's slabs and only the kept steps hold them then. So
+        are the regions in `kept`, because the caller is about to keep their step.
         """
         if limit.host_bytes is None and limit.nvme_bytes is None:
             return
@@ -194,7 +196,7 @@ class Admission:
         """Check that an engine with these budgets could carry the jobs that there are now, and go on training them.
 
         Raises:
-            BudgetExceededError: it could not. The text says what the budget has to be.
+            BudgetExceededError: it could not. The text says how large the budget has to be.
         """
         durable = self._backing.durable
         used, more = durable.used_bytes, self._need(durable)
@@ -215,8 +217,9 @@ class Admission:
     def check_host_budget(self, job: Job) -> None:
         """Raise BudgetExceededError if the host budget cannot hold what all jobs need at the worst moment of a step.
 
-        Needed are the bytes that cannot be evicted then, and the optimizer's buffers. The error text names `job`, which
-        the caller registers. It only counts the other jobs, because they may belong to other users.
+        The budget needs room for the bytes that cannot be evicted then, and for the optimizer's buffers. The error text
+        names `job`, which the caller registers. Of the other jobs it gives only the number, because they may belong to
+        other users.
         """
         jobs = [j for j in self._jobs if j.spec.local_ranks or _has_copies(j)]
         need = self._host_need(jobs)
@@ -242,7 +245,8 @@ class Admission:
     def _largest_units(self, job: Job) -> list[int]:
         """Return the bytes of the largest units that the ranks of a job can have leased at once.
 
-        Only units that are not placed in the host tier count, because the others count as placed there.
+        Only units that are not placed in the host tier are listed, because the bytes of the others are in the sum of
+        all bytes that are placed there.
         """
         ranks = job.spec.local_ranks
         count = self._units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks

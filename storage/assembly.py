@@ -1,7 +1,7 @@
 """The assembly of an engine's tiers from its configuration.
 
-Owns nothing. Must never leave a tier open if another one cannot be made. A new tier with a configuration of its own is
-made here.
+This module owns nothing. It must never leave a tier open if another one cannot be made. A new tier with a configuration
+of its own is made here.
 """
 
 from __future__ import annotations

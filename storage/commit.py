@@ -1,7 +1,7 @@
 """The commit of a step, its durability, and the return to an earlier committed step.
 
-Must sync the data before the catalog names it, and must free extents only after the catalog no longer names them:
-otherwise a crash in between leaves a catalog that names wrong bytes.
+This module must sync the data before the catalog names it, and must free extents only after the catalog no longer names
+them: otherwise a crash in between leaves a catalog that names wrong bytes.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class Committer:
     async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> dict[Slab, int | None]:
         """Hold the regions that a reader of a committed step sees, and enter each region into `held`.
 
-        A slab that was never written is entered with None. Before this waits for anything, it holds what is on NVMe and
-        claims what is only in host memory. So the step stays whole even if later steps are trained, committed or pruned
-        meanwhile. Then the claimed copies are written to NVMe; the update of a slab waits until its copy is written. If
-        this raises, the caller frees the regions that were entered.
+        A slab that was never written is entered with None. Before this waits for anything, it holds the regions on NVMe
+        and claims the bytes that are only in host memory. So the step stays complete even if later steps are trained,
+        committed or pruned meanwhile. Then the claimed copies are written to NVMe; the update of a slab waits until its
+        copy is written. If this raises, the caller frees the regions that were entered.
 
         Returns:
             The version of each slab that the step sees, which is None for a slab that was never written.
@@ -157,7 +157,7 @@ class Committer:
             await self._in_catalog_thread(self._catalog.resolve_doubt)
 
     def abandon_pending(self, job: Job) -> None:
-        """Free what an abandoned step wrote. The catalog must not be in doubt.
+        """Free the versions that an abandoned step wrote. The caller awaits `resolve_doubt` first.
 
         If the step overwrote the only bytes of the last committed step, the job returns to its last durable step, if
         any.
@@ -173,7 +173,7 @@ class Committer:
         self._restore(job, job.newest)
 
     def withdraw(self, job: Job, slabs: Iterable[Slab]) -> None:
-        """Undo the updates of some slabs in the pending step: make the slabs what the last committed step left."""
+        """Undo the updates of some slabs in the pending step: give the slabs the last committed step's bytes again."""
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
                 if (region := slab.pop_version(slab.latest)) is not None:
@@ -181,7 +181,7 @@ class Committer:
                 self._restore_slab(job, slab, job.newest)
 
     def _restore(self, job: Job, step: int | None) -> None:
-        """Make the versions that `step` sees the newest ones. None: the slabs have no bytes."""
+        """Make the versions that `step` sees the newest ones. If `step` is None, the slabs have no bytes afterwards."""
         for slab in job.tally.dirty:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
@@ -196,7 +196,7 @@ class Committer:
         elif slab.backed or step in job.durable:
             slab.latest = slab.version_at(step)
         else:
-            # If the bytes of this step are gone, a read of the slab raises DataLossError.
+            # If host memory has lost the bytes of this step, the next read of the slab raises DataLossError.
             slab.latest = step
         if slab.copy is not None and slab.copy.at_home:
             slab.copy.step = None
@@ -223,7 +223,8 @@ class Committer:
     async def finish_snapshot(self, job: Job, step: int) -> None:
         """Wait for the last snapshot if the commit of `step` will begin another one, and raise its failure.
 
-        The failure is raised only once, so that the same commit, tried again, goes on: the next snapshot may find room.
+        The failure is raised only once. So the client can repeat the same commit, which then begins a new snapshot that
+        may find room.
         """
         if job.snapshot is not None and job.spec.durability.covers(step):
             await self._finish(job, job.snapshot)
@@ -244,7 +245,7 @@ class Committer:
         return job.snapshot
 
     async def _snapshot(self, job: Job, record: CommitRecord, claims: list[CopyClaim]) -> None:
-        """Write what is only in host memory to the durable tier, then record the step."""
+        """Write the bytes that are only in host memory to the durable tier, then record the step."""
         try:
             for claim in claims:
                 await self._copies.write(claim)
@@ -303,7 +304,7 @@ class Committer:
                 return
             # Compute this anew for each part, because a step may have been committed since the part before.
             snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
-            # For a slab that is only in host memory between snapshots, a version on NVMe serves durable steps only.
+            # If a slab is only in host memory between snapshots, only durable steps need its versions on NVMe.
             backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
             oldest, recorded = min(backed | job.durable, default=None), job.spec.durability.every_steps > 0
             for slab in changed[start : start + _FREED_AT_ONCE]:

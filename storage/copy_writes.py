@@ -1,7 +1,8 @@
-"""Writes host copies to NVMe for snapshots and readers, which need bytes that are in host memory only.
+"""This module writes host copies to NVMe for snapshots and readers, which need bytes that are in host memory only.
 
-Owns the claims: while a slab is claimed, its newest bytes do not change, because its updates and puts wait. A slab is
-written once for all who claim it. Must never leave a claim behind, because the slab could not be updated any more.
+It owns the claims: while a slab is claimed, its newest bytes do not change, because its updates and puts wait. A slab
+is written once for all its claims. This module must never leave a claim behind, because the slab could not be updated
+any more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from storage.tiers.host import HostTier
 
 
 class CopyClaim:
-    """One snapshot's or reader's claim on the newest bytes of a slab. The claimant releases it in any case."""
+    """One snapshot's or reader's claim on the newest bytes of a slab.
+
+    The claimant always releases it, also after an error.
+    """
 
     def __init__(self, slab: Slab, version: int) -> None:
         """Join the claims on the slab. `version` is the step of the slab's newest bytes."""
@@ -28,7 +32,7 @@ class CopyClaim:
         self.copy_write.claims += 1
 
     def release(self) -> None:
-        """Let the slab's updates go on, unless there are other claims; idempotent."""
+        """Let the slab's updates go on, unless there are other claims. A repeated call has no effect."""
         if self._released:
             return
         self._released = True
@@ -49,12 +53,12 @@ class CopyWrites:
     async def write(self, claim: CopyClaim) -> Region:
         """Write a claimed slab's copy to NVMe, unless another claimant has done so already.
 
-        A claimant whose predecessor failed tries again, because the reason may concern the predecessor alone: the
-        reader that it was opened for was cancelled, for example.
+        If an earlier claimant's write has failed, this claimant writes the copy itself, because the reason may concern
+        the earlier claimant alone: its reader was cancelled, for example.
 
         Returns:
-            Where the version is on NVMe. The claimant calls `BackingTiers.hold` before it releases its claim, because
-            the next commit may free the version.
+            The region that holds the version on NVMe. The claimant calls `BackingTiers.hold` before it releases its
+            claim, because the next commit may free the version.
 
         Raises:
             DataLossError: a roll-back or the job's deletion discarded the bytes meanwhile.

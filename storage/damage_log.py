@@ -1,6 +1,6 @@
 """The log of damaged blocks: it adds the parameters' names to a tier's error, and records the extents in the catalog.
 
-Owns the catalog's writes under way. Must never raise into the read that found the damage.
+This module owns the tasks that write to the catalog. It must never raise into the read that found the damage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DamageLog:
             noted.add_done_callback(self._on_noted)
 
     async def close(self) -> None:
-        """Wait until all extents are recorded, or could not be recorded."""
+        """Wait until the log has recorded all extents, or has failed to record them."""
         if self._notes:
             await asyncio.wait(self._notes)
 

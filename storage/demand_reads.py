@@ -1,6 +1,7 @@
 """The choice of bytes for a reader of a slab: the newest ones, or those that a given step leaves, during any write.
 
-Must never show a reader a later step than it asked for. Owns no bytes: a copy belongs to its slab or to the reader.
+This module must never show a reader a later step than it asked for. It owns no bytes: a copy belongs to its slab or to
+the reader.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ class DemandReads:
             write = None
         if write is not None and slab.backed:
             return await self._read(job, slab, as_of)
-        # If a write is left here, its slab is in host memory only. The write has not begun: it waits for the seal, and
-        # then until the readers of the copy have released it.
+        # If there still is a write here, the slab is in host memory only, and the write has not begun: it waits until
+        # the step is sealed, and then until all readers of the copy have released the copy.
         copy = await self._queue.fetch(slab, position)
         if as_of is None or copy.step is None or copy.step <= _bound(job, as_of):
             return copy
-        # While this waited for the device, an update for a later step arrived and ran first.
+        # While this read waited for the device, a client sent an update for a later step, and the update ran first.
         self._host_cache.unpin(slab, copy)
         return await self._read(job, slab, as_of)
 
     async def _read(self, job: Job, slab: Slab, as_of: int | None) -> HostCopy:
-        """Return a pinned copy of what a committed step left. The copy belongs to the reader alone."""
+        """Return a pinned copy of a slab's bytes as a committed step left them.
+
+        The copy belongs to this reader alone.
+        """
         copy = HostCopy(await self._host_cache.room_for(slab), step=None, at_home=False)
         self._host_cache.pin(copy)
         try:
             version = slab.version_at(_bound(job, as_of))
             view = self._host.view(copy.arena_range)
             if version is None:
-                # The slab had not been written by then, so its bytes are zeros.
+                # No step up to the wanted one has written the slab, so its bytes are zeros.
                 view[:] = bytes(len(view))
             else:
                 await self._backing.read_into(slab.source(version), 0, view)

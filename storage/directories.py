@@ -1,4 +1,4 @@
-"""Opens the NVMe tier over its directories, and finds the data file that belongs in each directory.
+"""This module opens the NVMe tier over its directories, and finds the data file that belongs in each.
 
 File 0 is in the state directory. Every other directory has a label, a small JSON file with the identity of its store
 and the number of its data file, because paths change with mounts. The catalog records a file before its label is

@@ -1,7 +1,8 @@
 """The entry point of the storage engine: jobs, reads, writes, updates, commit and roll-back over the storage tiers.
 
-Owns the state directory: its lock file, its catalog and its data files. Must be called on one event loop only, because
-nothing protects its state against other threads. Must never overwrite committed bytes on a backing tier.
+This module owns the state directory: its lock file, its catalog and its data files. The engine must be called on one
+event loop only, because nothing protects its state against other threads. It must never overwrite committed bytes on a
+backing tier.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from storage import syscalls
-from storage.accounts import TierAccount, backing_accounts, host_account
+from storage.accounts import Accountant, Ranges, TierAccount
 from storage.admission import Limit
 from storage.assembly import Tiers, open_tiers
 from storage.catalog.catalog import Catalog
@@ -100,7 +101,6 @@ class Engine:
         self._catalog_thread = catalog_thread
         self._damage_log = damage_log
         tiles = TilePool(self.host)
-        self._fixed_bytes = self.host.arena.header_bytes + tiles.nbytes
         self.reader = RangeReader(self.host, self.host_cache, self.backing, tiles)
         self._jobs = jobs
         self._job_registry = JobRegistry(
@@ -120,6 +120,15 @@ class Engine:
         )
         self.scratch = ScratchRanges(self.host)
         self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
+        self._accountant = Accountant(
+            jobs,
+            self.host,
+            self.backing,
+            self.host_cache,
+            self.scratch,
+            lambda: self._job_registry.admission.readers,
+            fixed_bytes=self.host.arena.header_bytes + tiles.nbytes,
+        )
         self.upkeep = Upkeep(jobs, self.backing, self.host_cache, self.queue, self.scrubber)
 
     @classmethod
@@ -165,8 +174,8 @@ class Engine:
             try:
                 await self._quiesce(job)
             except StorageError as error:
-                # The engine is not used after this, so a step that could not be abandoned does no harm: a restart
-                # discards it.
+                # No caller uses the engine after `close`, so a step that could not be abandoned does no harm: the next
+                # start discards it.
                 log.error("the unfinished step of job %s could not be abandoned: %s", job.spec.name, error)
         await self._kept_steps.close()
         await self.queue.close()
@@ -200,27 +209,14 @@ class Engine:
         readers = [reader for reader in self._job_registry.admission.readers if reader.regions]
         return await self.upkeep.steps(name, readers)
 
-    def accounts(
-        self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()
-    ) -> list[TierAccount]:
-        """Return for each tier which holder uses how many of its bytes. This walks through all slabs.
+    async def accounts(self, *, leased: Ranges = lambda: (), quarantined: Ranges = lambda: ()) -> list[TierAccount]:
+        """Return for each tier which holder uses how many of its bytes. This visits all slabs, in slices.
 
         Args:
-            leased: ranges of the arena that sessions have leased.
-            quarantined: ranges to which processes of ended sessions may still write.
+            leased: returns the ranges of the arena that sessions have leased.
+            quarantined: returns the ranges to which processes of ended sessions may still write.
         """
-        slabs = [slab for job in self._jobs for slab in job.slabs()]
-        host = host_account(
-            self.host,
-            self.host_cache,
-            self.scratch,
-            fixed_bytes=self._fixed_bytes,
-            slabs=slabs,
-            leased=leased,
-            quarantined=quarantined,
-        )
-        kept = [slab for job in self._jobs.all_kept() for slab in job.slabs()]
-        return [host, *backing_accounts(self.backing, slabs, kept, self._job_registry.admission.readers)]
+        return await self._accountant.take(leased, quarantined)
 
     # --- jobs
 
@@ -251,7 +247,7 @@ class Engine:
     async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool, goes_on: bool = False) -> Job:
         """Return the job for a new run, and abandon the step that an earlier run left unfinished.
 
-        With `goes_on`, an unfinished step of the same layout is not abandoned, and the new run can finish it.
+        If `goes_on` is true, an unfinished step of the same layout is not abandoned, and the new run can finish it.
 
         A job without a committed step is created anew, in memory. If `spec` names a layout, the stored job is returned
         even if its world size, partition or types differ: the caller then either uses the stored layout or calls
@@ -276,8 +272,8 @@ class Engine:
 
         The first commit of the new layout has the number `first_step`. From that commit on the new layout is the job's;
         the old one is freed when all ranks on all nodes have the commit. If the run ends before its first commit, the
-        new layout is freed. A job without any commit keeps its layout and only takes `first_step` as the number of
-        its first step; if it has that number already, what was staged for it stays.
+        new layout is freed. A job without any commit keeps its layout and only takes `first_step` as the number of its
+        first step; if it has that number already, the bytes that were staged for it stay.
 
         Raises:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
@@ -337,7 +333,7 @@ class Engine:
         """Keep a committed step under a name until `forget`, whatever is trained, rolled back or laid out meanwhile.
 
         The step is durable when this returns, also if no commit of the job is. Bytes that are only in host memory are
-        written to NVMe first; what is there already is not copied. A repeated call has no effect.
+        written to NVMe first; bytes on NVMe are not copied. A repeated call has no effect.
 
         Args:
             step: the step; None: the newest one.
@@ -402,8 +398,8 @@ class Engine:
     async def end_run(self, job: Job, *, forgets: bool = False) -> None:
         """Abandon a job's unfinished step, and free the host memory that holds no unique bytes.
 
-        The caller calls this when no client uses the job any more. A new layout without a commit is freed, and with
-        `forgets` a job without a commit, too.
+        The caller calls this when no client uses the job any more. A new layout without a commit is freed. If `forgets`
+        is true, a job without a commit is freed, too.
         """
         await self.abandon_pending(job)
         if job.begins_layout or (forgets and job.newest is None):
@@ -433,8 +429,8 @@ class Engine:
         Args:
             position: the trace position at which the caller needs the bytes.
             as_of: a step, either the last committed one or the pending one: return the bytes as this step leaves them.
-                A step before the last committed one counts as the last committed one. None: return the newest bytes,
-                committed or not.
+                For a step before the last committed one, the bytes of the last committed one are returned. None: return
+                the newest bytes, committed or not.
 
         Raises:
             ConflictError: the job has no committed step yet.
@@ -532,7 +528,7 @@ class Engine:
     async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
         """Return room in the arena for the bytes that `put` gives a slab at a step after the first.
 
-        The room is the caller's until it passes the range to `put` or frees it.
+        The range belongs to the caller until the caller passes it to `put` or frees it.
 
         Raises:
             ConflictError: `step` is not the next step, or the slab was written in it already.
@@ -588,7 +584,9 @@ class Engine:
         return await self.scratch.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
 
     def take_staged(self, pin: Pin) -> ArenaRange:
-        """Take the range of a slab's staged bytes away from the slab, and return it. The bytes are discarded.
+        """Take the range of the arena with a slab's staged bytes away from the slab, and return it.
+
+        The bytes are discarded.
 
         A client's process may still write to the range, so the caller passes it to `HostTier.free` only when no process
         can.
@@ -697,7 +695,7 @@ class Engine:
         return update
 
     def free_gradient(self, gradient: ArenaRange, update: asyncio.Task[None]) -> None:
-        """Free a gradient as soon as its update is done."""
+        """Free a gradient's range of the arena as soon as its update is done."""
         # A callback frees the gradient, and not the end of the update, because an update that is cancelled before it
         # begins does not run to its end.
         update.add_done_callback(lambda _: self.scratch.free(gradient))
@@ -739,7 +737,8 @@ class Engine:
             try:
                 await self._delete(list(job.older))
             except StorageError:
-                # The step is committed. The next commit tries again.
+                # The commit itself has succeeded, so this error does not end it. The next commit frees the former
+                # layout.
                 log.exception("the former layout of job %s is not freed yet", job.spec.name)
         return durable
 

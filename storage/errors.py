@@ -27,11 +27,14 @@ class ConflictError(StorageError):
 
 
 class OtherModelError(ConflictError):
-    """The job was stored with other parameters than the caller's model has: others by name, or of another shape."""
+    """The caller's model has other parameters than the stored job: their names or their shapes differ."""
 
 
 class BudgetExceededError(StorageError):
-    """A byte budget cannot hold the requested bytes. The message says whether that is so now or always."""
+    """A byte budget cannot hold the requested bytes.
+
+    The message says whether the budget is too small at this moment or in any case.
+    """
 
 
 class DiskFullError(BudgetExceededError):
@@ -53,7 +56,7 @@ class DamagedBlockError(DataLossError):
         label: the name of the slab and version.
         offset: the byte of the version at which the block begins.
         nbytes: the size of the block.
-        fqns: the parameters whose elements are in the block; empty if they are not known.
+        fqns: the names of the parameters whose elements are in the block; empty if they are not known.
     """
 
     def __init__(self, label: str, offset: int, nbytes: int) -> None:

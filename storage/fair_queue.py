@@ -5,7 +5,7 @@ The next flow is the waiting one that has been served the least for its weight (
 time: Goyal, Vin and Cheng, SIGCOMM 1996). A flow that was idle starts level with the others, so it cannot save up
 service. Items of one innermost flow are served by their order and then by their arrival.
 
-Knows nothing of what the items are, and must never start or wait for one.
+This module does not know what the items are, and must never start an item or wait for one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Share:
 class _Flow(Generic[ItemT]):
     key: Hashable = None
     weight: float = 1.0
-    # Virtual times of the outer flow: the start of this flow's next item, and the end of its last one, before which the
-    # flow may not start again.
+    # Virtual times of the outer flow: the start of this flow's next item, and the end of its last item. The next item
+    # must not start before that end.
     start: float = 0.0
     finish: float = 0.0
-    # The number of items in this flow and its inner flows. A flow in a heap may have none left; then `_next` removes it
-    # from the heap.
+    # The number of items in this flow and its inner flows. A flow in a heap may have no waiting item any more; then
+    # `_next` removes the flow from the heap.
     waiting: int = 0
     # True while the flow is in its outer flow's heap.
     in_heap: bool = False
@@ -44,7 +44,7 @@ class _Flow(Generic[ItemT]):
     now: float = 0.0
     flows: dict[Hashable, _Flow[ItemT]] = field(default_factory=dict)
     heap: list[tuple[float, int, _Flow[ItemT]]] = field(default_factory=list)
-    # Only of an innermost flow: a heap of (order, arrival, item).
+    # Only innermost flows use this: a heap of (order, arrival, item).
     items: list[tuple[float, int, ItemT]] = field(default_factory=list)
 
 

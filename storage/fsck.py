@@ -1,7 +1,8 @@
 """The check of a state directory that no daemon uses: its catalog, its data files, and every committed byte.
 
-Owns the locks of the directories while it runs. Must only read the data files. The catalog is opened as a daemon opens
-it, which verifies its digests, applies what a crash left in its log, and migrates an older format.
+This module owns the locks of the directories while it runs. It must only read the data files. The catalog is opened as
+a daemon opens it, which verifies its digests, applies transactions that a crash left in its log, and migrates an older
+format.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(slots=True, kw_only=True)
 class StateCheck:
-    """The progress of a check, and at its end the result: the problems, one line for people each."""
+    """The progress of a check and, when the check has ended, its result: one line of text for each problem."""
 
     jobs: int = 0
     kept_steps: int = 0
@@ -56,7 +57,7 @@ def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[Sta
         nvme_dirs: directories of data files that are not where the catalog saw them last.
 
     Raises:
-        NotFoundError: it is no state directory.
+        NotFoundError: `state_dir` is not a state directory.
         ConflictError: a daemon uses one of the directories.
         DataLossError: the catalog is damaged.
         DeviceError: a directory cannot be used.
@@ -120,7 +121,10 @@ def _versions(catalog: Catalog, check: StateCheck) -> list[StoredBytes]:
 
 
 def _find_files(catalog: Catalog, state_dir: Path, nvme_dirs: Sequence[Path]) -> Mapping[int, Path]:
-    """Return the path of each data file by its number; a file of `nvme_dirs` goes before where the catalog saw it."""
+    """Return the path of each data file by its number.
+
+    A file in `nvme_dirs` is preferred to the path in the catalog.
+    """
     paths = {0: state_dir / "data.0"}
     for number, directory in catalog.files().items():
         paths[number] = (state_dir if directory == "." else Path(directory)) / f"data.{number}"
@@ -150,7 +154,10 @@ def misplaced(versions: Sequence[StoredBytes], files: Mapping[int, tuple[Path, i
 def _verify(
     version: StoredBytes, files: Mapping[int, tuple[Path, int]], buffer: memoryview, check: StateCheck
 ) -> Iterator[str]:
-    """Read a version and verify it; yield after each read a problem, or "" for none, and count its bytes."""
+    """Read and verify a version.
+
+    Count the bytes of each read, and yield the text of a problem or, if there is none, "".
+    """
     try:
         checksums = Checksums(version.label, version.nbytes, version.checksums)
     except StorageError as error:

@@ -1,7 +1,8 @@
 """The mapping of tensor ranges to slabs, and of many ranges to the parts of these slabs that are read for them.
 
-What can be read to its place without a copy is; the rest is copied out of stretches, each of which is read once for all
-ranges that lie in it. Must not read anything itself; `reader.py` does.
+Bytes that can be read directly to their place in the buffer are read so. The others are copied out of stretches; each
+stretch is read once for all ranges that lie in it. This module must not read anything itself, because `reader.py` does
+that.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Piece(NamedTuple):
     def continues(self, before: _Piece) -> bool:
         """Return whether this piece lies behind `before` in the slab as it does in the buffer.
 
-        Between the two there is nothing but what aligns the second one.
+        Between the two pieces there is only the padding that aligns the second one.
         """
         gap = self.start - before.stop
         return 0 <= gap < GATHER_ALIGNMENT and self.at - before.at == self.start - before.start
@@ -92,7 +93,7 @@ class Gathering:
     Attributes:
         dtype: the element type of the first range.
         nbytes: the size of the buffer.
-        in_place: what is read without a copy.
+        in_place: the parts that are read directly into the buffer, without a copy.
     """
 
     def __init__(self, dtype: DType) -> None:
@@ -162,9 +163,9 @@ def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterato
 
 
 def bytes_in_place(start: int, stop: int, at: int) -> int:
-    """Return how many of a slab's bytes `[start, stop)`, from `start` on, can be read to byte `at` of a range.
+    """Return how many of a slab's bytes `[start, stop)`, from `start` on, can be read directly to byte `at` of a range.
 
-    They are read without a copy, so they are whole blocks and come to the start of a page.
+    A direct read needs whole checksum blocks whose place begins with a page.
     """
     return (stop - start) // BLOCK_BYTES * BLOCK_BYTES if start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0 else 0
 

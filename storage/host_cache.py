@@ -1,7 +1,7 @@
 """The cache of slab copies in the host tier: which copies are pinned, and in which order the others are evicted.
 
-Must evict the copy with the farthest next use first, because training steps use the slabs in an order that repeats.
-Least-recently-used order would always evict the slab that is needed next.
+This module must evict the copy with the farthest next use first, because training steps use the slabs in an order that
+repeats. Least-recently-used order would always evict the slab that is needed next.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class EvictionOrder:
             heapq.heapify(self._by_next_use)
 
     def _holds(self, entry: tuple[float, int, HostCopy]) -> bool:
-        """Return whether a heap entry is up to date: its copy can be evicted and still has this next use."""
+        """Return whether a heap entry is up to date.
+
+        It is if its copy can be evicted, and has the next use of the entry.
+        """
         negated, _, copy = entry
         return copy in self._evictable and copy.next_use == -negated
 
@@ -181,13 +184,16 @@ class HostCache:
         return copy.arena_range
 
     def adopt(self, slab: Slab, copy: HostCopy) -> None:
-        """Make a copy that is not in use yet the copy of a slab that has none."""
+        """Give a slab that has no copy this one, which no task uses yet."""
         slab.copy = copy
         self.pin(copy)
         self.unpin(slab, copy)
 
     def free_copy(self, slab: Slab) -> None:
-        """Take the copy away from its slab, at home or not, and free it: now if it is idle, else with its last pin."""
+        """Take the copy away from its slab, even a copy at home.
+
+        Free it now if it has no pins, else with its last pin.
+        """
         copy, slab.copy = slab.copy, None
         if copy is not None and not copy.pins:
             self._order.remove(copy)

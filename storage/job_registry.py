@@ -1,6 +1,7 @@
 """The registry, which adds, changes and deletes jobs and groups, after admission.py has admitted what they need.
 
-Must not own a table of jobs: the jobs are in job_table.py, because the admission and the damage log read them, too.
+This module must not own a table of jobs: the jobs are in job_table.py, because the admission and the damage log read
+them, too.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class JobRegistry:
         self.check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
-            # The engine has freed what an earlier run left, so another client opened this job since then, and it has
-            # hardly any slabs.
+            # The engine has freed the bytes that an earlier run left, so another client opened this job since then, and
+            # it has hardly any slabs.
             self._remove(job)
             self._free_slabs(job.slabs())
             job = None
@@ -126,7 +127,10 @@ class JobRegistry:
         return successor
 
     def succeed(self, job: Job) -> None:
-        """Make a layout the job's present one, because it has its first commit. A layout that is so already stays."""
+        """Make a layout the job's present one, because it has its first commit.
+
+        If it is the present layout already, nothing changes.
+        """
         before = self._jobs.by_name[job.spec.name]
         if before is not job:
             self._replace(before, job)
@@ -143,7 +147,7 @@ class JobRegistry:
         job.spec = job.spec.without_ranks()
         async for slab in in_slices(list(job.slabs())):
             if job.spec.local_ranks:
-                # Another run has attached the job since this began, and needs the copies.
+                # Another run has attached the job since this call began, and needs the copies.
                 return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._host_cache.free_copy(slab)
@@ -184,7 +188,7 @@ class JobRegistry:
             async for _ in in_slices(walk):
                 pass
         finally:
-            # If this is cancelled, free the rest at once, because it could not be found again.
+            # If this call is cancelled, free the remaining slabs at once, because no table leads to them any more.
             deque(walk, maxlen=0)
 
     def _remove(self, job: Job) -> None:
@@ -219,8 +223,8 @@ class JobRegistry:
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
         """Register groups (see `Engine.register`); return the new placement of each slab whose placement changed."""
         until = self._host.deadline()
-        # Hold the lock, because a registration takes many slices and waits for room, and another one may name the same
-        # groups.
+        # Hold the lock, because a registration takes many slices and waits for room, and another registration may name
+        # the same groups.
         async with self._registering_until(job, until):
             known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
             await asyncio.to_thread(_check_groups, known, specs, self._backing)
@@ -262,7 +266,7 @@ class JobRegistry:
             job.registering.release()
 
     def _unregister(self, job: Job, groups: Sequence[Group]) -> None:
-        """Undo the registration of new groups, and free what their slabs have."""
+        """Undo the registration of new groups, and free the bytes of their slabs."""
         job.index.remove(groups)
         for group in groups:
             del job.groups[group.spec.name]
@@ -331,7 +335,10 @@ class JobRegistry:
         return group
 
     def _restored(self, stored: StoredJob, regions: dict[tuple[Extent, ...], Region]) -> Job:
-        """Return a job as the catalog has it. `regions` has the regions that were restored before, and gets the new."""
+        """Return a job as the catalog has it.
+
+        `regions` has the regions that were restored before; this function adds those that it restores.
+        """
         job = Job(stored.spec, stored.created_at)
         job.retained = {commit.step: commit for commit in stored.commits}
         job.durable = set(job.retained)

@@ -1,7 +1,7 @@
 """The table of all jobs in all their layouts, and the search for the parameters in damaged bytes.
 
-Owns the table, which only the registry changes. Must never need a tier: the NVMe tier gets the damage log when it is
-made, and the damage log looks up in this table which parameters the damaged bytes belong to.
+This module owns the table, which only the registry changes. It must never need a tier: the NVMe tier gets the damage
+log when it is made, and the damage log looks up in this table which parameters the damaged bytes belong to.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kept steps: committed steps that a client has named, and that stay whole until a client has them forgotten.
 
 A kept step shares the regions of the versions that it sees with its job, so keeping a step copies nothing that is on
-NVMe already. In memory and in the catalog it is a job of its own with one commit: what the job does later (commits,
-roll-backs, new layouts) does not concern it. Owns the order of the changes: the regions are held and synced before the
-catalog names the kept step, and freed after the catalog has forgotten it. Must never leave a kept step of a job that is
-deleted.
+NVMe already. In memory and in the catalog it is a job of its own with one commit: later commits, roll-backs and new
+layouts of the original job do not change it. This module owns the order of the changes: the regions are held and synced
+before the catalog names the kept step, and freed after the catalog has forgotten it. When a job is deleted, this module
+must never leave one of its kept steps behind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSize:
-    """The bytes of a kept step on NVMe, and those among them that nothing else needs: the price of keeping it."""
+    """The bytes of a kept step on NVMe, and how many of them would be free without it: the price of keeping it."""
 
     nbytes: int
     alone_bytes: int
@@ -96,7 +96,8 @@ class KeptSteps:
                     "(`paramserver-admin forget`)"
                 )
             return None
-        # A step may have been made again after a roll-back. Its number is the same then, and its time is not.
+        # After a roll-back a job may have committed another step with the same number. The times of the two commits
+        # differ.
         same = (
             step not in job.retained or job.retained[step].committed_at == known.retained[known.first_step].committed_at
         )
@@ -110,7 +111,7 @@ class KeptSteps:
     async def keep(self, reader: StepReader, name: str, note: str) -> Job:
         """Make the step that a reader holds a kept step, and return it. The reader is closed in any case.
 
-        A cancellation does not stop this once it has begun, because a transaction comes to a known end.
+        A cancellation does not stop the change once it has begun, because its transaction must come to a known end.
         """
         return await self._finished(self._keep(reader, name, note))
 
@@ -172,7 +173,7 @@ class KeptSteps:
             self._catalog.add_commit(kept.spec.stored_as, record, written)
 
     async def _close(self, reader: StepReader) -> None:
-        """Free what a reader still holds, as soon as no transaction can make it a kept step any more."""
+        """Free the regions that a reader holds, as soon as no transaction can make its step a kept one."""
         self._in_doubt.append(reader)
         try:
             await self._resolve_doubt()
@@ -187,7 +188,7 @@ class KeptSteps:
             reader.close()
 
     async def forget(self, job: str, name: str) -> None:
-        """Forget a kept step, and free the bytes that nothing else needs. A cancellation does not stop this."""
+        """Forget a kept step, and free the bytes that only this step held. A cancellation does not stop the change."""
         await self._finished(self._forget(job, name))
 
     async def _forget(self, job: str, name: str) -> None:
@@ -197,7 +198,7 @@ class KeptSteps:
         log.info("step %d of job %s is not kept as %s any more", kept.first_step, job, name)
 
     async def delete_job(self, job: str, stored: Iterable[str]) -> None:
-        """Delete a job, whose layouts the catalog has as `stored`, and all its kept steps from the catalog.
+        """Delete a job and all its kept steps from the catalog. `stored` has the catalog's names of the job's layouts.
 
         The kept steps are freed here; the caller frees the layouts.
         """

@@ -1,8 +1,8 @@
 """The life of the pending step: its updates and puts, its seal, and its commit or its end without a commit.
 
-Owns the tasks that write a pending step. A step is open while gradients arrive, and sealed when its commit begins; from
-then on it is finished even if ranks die. Must not change bytes that are only in host memory before the seal, because
-until then the step can be abandoned, and these are the only bytes of the last committed step.
+This module owns the tasks that write a pending step. A step is open while gradients arrive, and sealed when its commit
+begins; from then on it is finished even if ranks die. This module must not change bytes that are only in host memory
+before the seal, because until then the step can be abandoned, and these are the only bytes of the last committed step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PendingSteps:
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
         """Start a task that writes slabs in the pending step, and return the task."""
-        # `commit` raises the first failure, so asyncio need not log it.
+        # `commit` raises the first failure, so asyncio does not have to log it.
         task = unlogged(asyncio.ensure_future(writing))
         job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
         return task
@@ -162,7 +162,8 @@ class PendingSteps:
         pending.check_open()
         pending.at_rest.clear()
         try:
-            # Do this before the seal: if it raises, no bytes have been overwritten, and the commit can be tried again.
+            # Wait for the snapshot before the seal, because no bytes are overwritten before it. So if the snapshot has
+            # failed, the client can repeat the commit.
             await self._committer.finish_snapshot(job, step)
             pending.sealed.set()
             await self._finish_writes(job, pending)
@@ -176,7 +177,7 @@ class PendingSteps:
             pending.at_rest.set()
 
     async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
-        """Wait until all writes of the step are done, and raise what prevents the step's commit."""
+        """Wait until all writes of the step are done, and raise an error if the step cannot be committed."""
         step = pending.step
         if pending.writes:
             await asyncio.wait(pending.writes.values())
@@ -190,7 +191,10 @@ class PendingSteps:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 
     async def roll_back(self, job: Job, step: int) -> None:
-        """Make a committed step the newest one again. Calls for one job run one after the other."""
+        """Make a committed step the newest one again.
+
+        If it is called twice for one job, the second call waits for the first.
+        """
         async with job.rolling_back:
             await self.abandon(job)
             await self._committer.roll_back(job, step)

@@ -1,6 +1,6 @@
 """The asynchronous fetch queue: it brings slabs from NVMe into the host tier, in the order in which they are needed.
 
-Owns the fetches that wait or run. Must never raise or block because a client deviates from its trace.
+This module owns the fetches that wait or run. It must never raise or block because a client deviates from its trace.
 
 A demand fetch is served before any prefetch. Prefetches share a byte budget. Inside a job they run in trace order, and
 between jobs fairly, because trace positions of different jobs do not compare: a job that has run for a week would wait
@@ -31,7 +31,7 @@ NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand), or for both."""
+    """A slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand fetch), or for both."""
 
     slab: Slab
     position: float
@@ -115,7 +115,7 @@ class PrefetchQueue:
         return len(self._fetches)
 
     def fetched(self, job: str) -> Fetched:
-        """Return the counters of what was read for a job since the store was opened."""
+        """Return the counters of the bytes that were read for a job since the store was opened."""
         return self._fetched.setdefault(job, Fetched())
 
     def forget_job(self, job: str) -> None:
@@ -136,7 +136,7 @@ class PrefetchQueue:
 
     @property
     def fetched_by_job(self) -> Mapping[str, Fetched]:
-        """The counters of what was read for each job since the store was opened."""
+        """The counters of the bytes that were read for each job since the store was opened."""
         return dict(self._fetched)
 
     @property
@@ -161,7 +161,7 @@ class PrefetchQueue:
     async def promote(self, slab: Slab) -> bool:
         """Bring a slab's newest bytes into free room of the host tier, and return whether they are there.
 
-        No copy is evicted for this, and the bytes are the first ones to be evicted for others.
+        No copy is evicted for this, and the new copy is the first one to be evicted when other bytes need room.
         """
         fetch = self._fetches.get(slab)
         if fetch is None or fetch.task is None:
@@ -212,8 +212,8 @@ class PrefetchQueue:
     ) -> None:
         """Replace the slabs, each with its trace position, that `owner` will need soon.
 
-        A fetch that no window and no waiter wants any more is dropped if it has not started. A copy of a slab that the
-        owner no longer wants becomes the first one to be evicted.
+        A fetch that has not started is dropped if neither a window nor a waiter wants it any more. A copy of a slab
+        that the owner no longer wants becomes the first one to be evicted.
 
         Args:
             later: slabs that are being written now, each with the write's task. Such a slab is fetched when its write
@@ -224,7 +224,7 @@ class PrefetchQueue:
         if window:
             self._windows[owner] = window
         for slab, position in before.items():
-            # A lease that was returned in the meantime may have set another next use, which stays.
+            # When a client releases a lease, it may set another next use. This next use is kept.
             if slab not in window and slab.copy is not None and slab.copy.next_use == position:
                 self._host_cache.set_next_use(slab, NEVER)
         for fetch in list(self._fetches.values()):
@@ -233,8 +233,8 @@ class PrefetchQueue:
                 self._drop_if_unwanted(fetch)
         for slab, position in window.items():
             if (write := later.get(slab)) is not None:
-                # The update works on the copy in the host tier, if there is one, so this copy must not be evicted
-                # before the update.
+                # The update works on the slab's copy in the host tier, if there is one, so the cache must not evict
+                # this copy before the update.
                 self._host_cache.set_next_use(slab, position)
                 write.add_done_callback(partial(self._want_written, owner, window, slab))
             else:

@@ -1,8 +1,8 @@
 """Reads of any range of a tensor by name, independently of the partition in which it is stored.
 
 A `RangeReader` reads the newest bytes; a `StepReader` reads one committed step, which it holds while training goes on.
-Both read through one tile buffer at a time. Must not keep a buffer while a client takes the bytes, because a client may
-be slow and the optimizer needs the buffers.
+Both read through one tile buffer at a time. This module must not keep a buffer while a client takes the bytes, because
+a client may be slow and the optimizer needs the buffers.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class RangeReader:
     async def piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
         """Return as many of a slab's bytes `[start, end)`, from `start` on, as fit into one tile buffer.
 
-        `read` fills the buffer in whole checksum blocks. The bytes are copied out of the buffer, because a client may
-        take them slowly and optimizers need the buffers.
+        `read` fills the buffer in whole checksum blocks. The result is a copy, because a client may take the bytes
+        slowly, and the optimizer needs the tile buffer meanwhile.
 
         Raises:
             DeviceStuckError: a device does not answer.
@@ -128,7 +128,7 @@ class RangeReader:
                 self._backing.free(region)
 
     async def slab_digest(self, group: Group, slab: Slab, region: Region | None) -> bytes:
-        """Return the XXH3-128 of the elements of a group's shards, by position, without what is between them.
+        """Return the XXH3-128 of the elements of a group's shards, by position, without the padding between them.
 
         The bytes come from `region`, not from a copy in host memory; without a region they are the newest ones.
         """
@@ -202,8 +202,8 @@ class StepReader:
         self.step = record.step
         # The commit. A roll-back and another commit of the same number make another record.
         self.record = record
-        # The region of each slab's bytes, held until `close` frees it. None: the slab was never written, and reads as
-        # zeros.
+        # The region of each slab's bytes, held until `close` frees it. It is None if the slab was never written; its
+        # bytes are then zeros.
         self.regions: dict[Slab, Region | None] = {}
         # The step that wrote these bytes of each slab.
         self.versions: dict[Slab, int | None] = {}
@@ -236,7 +236,7 @@ class StepReader:
         return (await self._ranges.describe(self.job, fqn, kind, offset, numel))[0]
 
     async def gather(self, gathering: Gathering, view: memoryview) -> None:
-        """Read many ranges into whole pages of the arena; what lies together in a slab is read together.
+        """Read many ranges into whole pages of the arena. Ranges that are close together in a slab are read together.
 
         Raises:
             NotFoundError, DataLossError, DeviceError: see `read`.

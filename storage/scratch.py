@@ -1,7 +1,7 @@
 """Ranges of the arena that belong to no slab: gradients, bytes staged for a later step, and ranges of tensors.
 
-Owns which job each range is charged to. The caller that allocates a range frees it or hands it over: these ranges are
-never evicted.
+This module owns which job each range is charged to. The caller that allocates a range frees it or hands it over: these
+ranges are never evicted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScratchRanges:
         self._host.free(self.hand_over(range_))
 
     def hand_over(self, range_: ArenaRange) -> ArenaRange:
-        """Hand a range over and return it. No job is charged for it from then on.
+        """Return a range that no job is charged for any more.
 
         The range then belongs to a slab, or the caller passes it to `HostTier.free` later.
         """

@@ -1,7 +1,7 @@
 """Background verification: it reads all committed versions again and again, slowly, to find damage early.
 
-When damage is found early, an older step or a copy elsewhere can still help. Must only read: the tier counts, names and
-sets aside damaged blocks as it does for any other read.
+When damage is found early, an older step or a copy elsewhere can still help. This module must only read: the tier
+counts, names and sets aside damaged blocks as it does for any other read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from storage.tiers.io_engine import Priority
 
 # The bytes of one read. The event loop spends as much time on a small read as on one of this size.
 CHUNK_BYTES = 4 << 20
-# After this many damaged blocks in one version the rest of it is left out, because the version is lost. The search for
-# the parameters of each block visits all slabs.
+# After this many damaged blocks in one version the scrubber skips the rest of the version, because the version is lost
+# anyway, and the search for the parameters of each damaged block visits all slabs.
 MOST_DAMAGED_BLOCKS = 8
-# The pause between two passes, also if there was nothing to read.
+# The pause between two passes over all versions. It is made even after a pass that found nothing to read, because the
+# task would otherwise never wait.
 PAUSE_SECONDS = 1.0
 
 
@@ -32,7 +33,7 @@ class Scrubber:
 
         Args:
             regions: returns all versions on `tier`, one by one, while the store may change.
-            bytes_per_second: the speed of reading; 0: nothing is read.
+            bytes_per_second: the speed of reading; 0: nothing is read in the background.
         """
         self.passes = 0
         self.bytes_read = 0
@@ -57,7 +58,7 @@ class Scrubber:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def verify(self, region: Region) -> AsyncIterator[tuple[int, DamagedBlockError | DeviceError | None]]:
-        """Read and verify a version now, at the speed of its device, beside the task.
+        """Read and verify a version now, at the speed of its device. The background task goes on meanwhile.
 
         Yields:
             After each read the number of its bytes, and its error if they are damaged or cannot be read.

@@ -17,8 +17,8 @@ import torch
 
 from storage.errors import InvalidRequestError
 
-# torch's fused CPU AdamW rounds the last `numel % 16` elements of a call differently; shards that start at multiples of
-# 16 elements of their parameter give every partition the bits of the unsharded parameter.
+# torch's fused CPU AdamW rounds the last `numel % 16` elements of a call differently. So every shard starts at a
+# multiple of 16 elements of its parameter; then every partition gets the bits of the unsharded parameter.
 ELEMENT_ALIGNMENT = 16
 
 # A job's identity is its name, or its name and its layout's name with this between them. The catalog's name of a kept
@@ -137,7 +137,7 @@ class GroupSpec:
         """Check that the group is well-formed: its kinds are valid, its shards are in order, aligned and inside of it.
 
         Raises:
-            InvalidRequestError: it is not; the message names the group and the field.
+            InvalidRequestError: the group is not well-formed; the message names the group and the field.
         """
         if not self.name:
             raise InvalidRequestError("a shard group has an empty name; name it by its unit and element range")
@@ -240,7 +240,7 @@ class JobSpec:
         layout: the client's name for the partition of the model into groups. A job that is continued with another
             partition gets another layout.
         kept: the name under which a step of the job is kept, for the record of that step; "" for the job itself.
-        note: what the client who had the step kept says about it; "" for the job itself.
+        note: the note of the client who had the step kept; "" for the job itself.
     """
 
     name: str

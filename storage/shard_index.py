@@ -1,7 +1,7 @@
 """The index of a job's shards: which group holds an element of a tensor, and the names of the tensors in order.
 
-A look-up is a bisection, and the last page of a listing takes no longer than the first. Owns no shards: the groups own
-them. Shards are removed only when a registration fails, because a new layout of a job is a job of its own.
+A look-up is a bisection, and the last page of a listing takes no longer than the first. This module owns no shards: the
+groups own them. Shards are removed only when a registration fails, because a new layout of a job is a job of its own.
 """
 
 from __future__ import annotations

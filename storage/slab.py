@@ -1,7 +1,7 @@
 """The state of a slab: which versions of its bytes exist, and the copy in the host tier, if any.
 
-Owns the rules that concern one slab, and the sums over a job's slabs. Must not decide when a version or a copy is made
-or freed: the modules that import this one do that.
+This module owns the rules that concern one slab, and the sums over a job's slabs. It must not decide when a version or
+a copy is made or freed: the modules that import this one do that.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Slab:
     key: SlabKey
     spec: SlabSpec
     numel: int
-    # The backing tier that each version goes to. None: between snapshots the bytes are in the host copy only.
+    # The backing tier that each version goes to. None if only the host copy has the bytes between two snapshots.
     backing: TierName | None
     # The tally of the slab's job.
     tally: Tally = field(default_factory=Tally, repr=False)
@@ -171,7 +171,8 @@ class Slab:
     recorded: set[int] = field(default_factory=set)
     # The time, by time.monotonic(), at which an update wrote the newest bytes.
     updated_at: float = -math.inf
-    # True once the job, or this layout of it, was deleted. An operation that waited in the meantime must then end.
+    # True once the job, or this layout of it, was deleted. An operation that waited for the slab meanwhile must then
+    # raise.
     deleted: bool = False
     # The write of the newest bytes for a snapshot or a reader, if one is under way. The bytes must not change until it
     # ends.
@@ -230,7 +231,10 @@ class Slab:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest bytes, committed or not. None: the slab was never written, and reads as zeros."""
+        """The step of the newest bytes, committed or not.
+
+        None if the slab was never written; its bytes are then zeros.
+        """
         return self._latest
 
     @latest.setter
@@ -239,7 +243,7 @@ class Slab:
         self._touch()
 
     def _touch(self) -> None:
-        """Let the next commit look at the slab, and note whether its newest bytes are in host memory only."""
+        """Have the next commit look at the slab, and note whether only host memory has its newest bytes."""
         self.tally.changed[self] = None
         if self._latest is None or self._latest in self._versions:
             self.tally.unsaved.pop(self, None)
@@ -250,8 +254,8 @@ class Slab:
         """Return whether no commit and no roll-back has to look at the slab before it changes again.
 
         A slab is clean if it has only one version, which `oldest` (the oldest retained step) and all newer steps see
-        and which the catalog names. A slab without versions on NVMe has none to record or to free, so it is clean,
-        too: `Tally.unsaved` names it if its newest bytes are in host memory only.
+        and which the catalog names. A slab without versions on NVMe is clean, too, because it has no version to record
+        or to free. If its newest bytes are in host memory only, `Tally.unsaved` has it.
 
         Args:
             recorded: whether the catalog must name the version; false for a job that is never in the catalog.

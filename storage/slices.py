@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-# The daemon's loop watch reports stalls of twenty times this.
+# The time of one slice. It is a twentieth of the shortest stall that the daemon's loop watch reports.
 SLICE_SECONDS = 0.005
 
 ItemT = TypeVar("ItemT")

@@ -139,9 +139,24 @@ def unlink_shared_memory(path: Path, fd: int) -> None:
 
 def is_locked_elsewhere(fd: int, offset: int) -> bool:
     """Return whether another process holds a POSIX record lock on the byte at `offset`."""
+    return _find_lock(fd, offset)[0] != fcntl.F_UNLCK
+
+
+def locker(fd: int, offset: int) -> int | None:
+    """Return the id of the process that holds a POSIX record lock on the byte at `offset`.
+
+    None if no other process holds one, or if the kernel does not show that process here, because it is in another PID
+    namespace.
+    """
+    kind, pid = _find_lock(fd, offset)
+    return None if kind == fcntl.F_UNLCK or pid <= 0 else pid
+
+
+def _find_lock(fd: int, offset: int) -> tuple[int, int]:
+    """Return the kind of the lock of another process on the byte at `offset`, and the id of that process."""
     wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-    found: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))[0]
-    return found != fcntl.F_UNLCK
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
+    return kind, pid
 
 
 def _check_available(size: int) -> None:
@@ -227,15 +242,16 @@ def map_shared_memory(fd: int, size: int) -> memoryview:
     return memoryview(reserved)[lead : lead + size]
 
 
-def collapse_pages(fd: int, size: int) -> Iterator[int]:
+def collapse_pages(fd: int, size: int) -> Iterator[tuple[int, int]]:
     """Move shared memory into huge pages, in place and piece by piece. The contents stay and may be in use meanwhile.
 
     Direct I/O of a buffer in huge pages has a few segments instead of one per page, so a device takes a large request
     at once instead of in several. `map_shared_memory` says why huge pages also make the processor faster.
 
     Yields:
-        For each piece the number of bytes that are in huge pages now. It is 0 if the kernel is too old (6.1 is the
-        first that can do this), or if pages of the piece are under I/O at this moment.
+        For each piece, in order, the offset of its end and the number of its bytes that are in huge pages now. That
+        number is 0 if the kernel is too old (6.1 is the first that can do this), or if pages of the piece are under I/O
+        at this moment.
     """
     reserved = _map(None, _COLLAPSE_BYTES + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     # The kernel collapses pages only where they are mapped at a multiple of a huge page. They stay huge when this
@@ -247,9 +263,9 @@ def collapse_pages(fd: int, size: int) -> Iterator[int]:
             length = min(_COLLAPSE_BYTES, whole - offset)
             _map(window, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
             if _libc.madvise(ctypes.c_void_p(window), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
-                yield length
+                yield offset + length, length
             else:
-                yield 0
+                yield offset + length, 0
     finally:
         _libc.munmap(ctypes.c_void_p(reserved), ctypes.c_size_t(_COLLAPSE_BYTES + HUGE_PAGE_BYTES))
 
@@ -265,7 +281,7 @@ def lock_memory(memory: memoryview) -> None:
     """Lock the pages of a mapping in memory, so that they are not swapped out while it exists.
 
     Raises:
-        DeviceError: this process may not lock that many bytes.
+        DeviceError: this process has no permission to lock that many bytes.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(memory))) == 0:

@@ -1,6 +1,7 @@
 """Start-up of the engine's worker threads: a thread's name for operators, and its niceness.
 
-Owns no threads. Must never be called on any other thread, because a thread's niceness cannot be lowered again.
+This module owns no threads. `begin_work` must be called on a worker thread only, because a thread's niceness cannot be
+lowered again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""Trace spans: the engine reports each finished operation to its listeners. Without one it costs almost nothing.
+"""Trace spans: the engine reports each finished operation to its listeners.
 
-Owns no memory, because the listeners decide which spans they keep. Must never raise into the traced operation.
+Without a listener this costs almost nothing.
+
+This module owns no memory, because the listeners decide which spans they keep. It must never raise into the traced
+operation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The passage of a group's slabs through a kernel, tile by tile, so that reads, work and writes overlap.
 
-Owns the tile buffers. Must never overwrite the bytes of a committed version on NVMe, so results go to new extents.
+This module owns the tile buffers. It must never overwrite the bytes of a committed version on NVMe, so results go to
+new extents.
 
 Optimizer updates run on this. A copy in the host tier is worked on in place. A slab without a copy passes through tile
 buffers, so that the memory needed does not depend on the size of the group.
@@ -131,7 +132,7 @@ class TilePool:
         return await self._free.get()
 
     def free(self, range_: ArenaRange) -> None:
-        """Give a buffer back to the pool."""
+        """Release a buffer, so that another tile or read can take it."""
         self._free.put_nowait(range_)
 
     @asynccontextmanager
@@ -274,9 +275,9 @@ class Transformer:
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
         """Return the slab's copy, or a new one if there is room; None if the slab must pass through tile buffers.
 
-        A new copy evicts only copies that are needed later than `next_use`, and saves the next read of the slab. A copy
-        away from home that readers have pinned is left to them. Optimizer states have no next use, because each update
-        needs all of them once: none of them would be worth the place of another.
+        A new copy evicts only copies that are needed later than `next_use`, and saves the next read of the slab. If
+        readers have pinned a copy that is not at home, the update does not use it. Optimizer states have no next use,
+        because each update needs all of them once: so no state deserves the place of another one.
         """
         copy = slab.copy
         if copy is None and (range_ := self._host.try_allocate(slab.nbytes, next_use)) is not None:
@@ -312,15 +313,15 @@ class Transformer:
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
-                # The bytes may have gone wrong on their way and not on the disk, so read the part once more before
-                # it counts as damaged.
+                # The transfer may have corrupted the bytes while those on the disk are right. So the part is read once
+                # more before the tier reports it as damaged.
                 await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._tiles.free(range_)
 
     def _map(self, range_: ArenaRange, start: int, numel: int, passages: Sequence[_Passage]) -> list[_Mapped]:
-        """Return where each slab's part of the tile is in memory: in the slab's copy, or in the tile's buffer."""
+        """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
         mapped, used = [], 0
         for passage in passages:
             itemsize = passage.slab.spec.dtype.itemsize

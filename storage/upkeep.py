@@ -1,7 +1,7 @@
-"""What operators have done to a running store: steps are listed, bytes verified, copies evicted and brought back.
+"""The operations of operators on a running store: they list steps, verify bytes, and evict and promote copies.
 
-Owns nothing. Must never change the bytes of a version, and must never make a client's request wait: verification has
-the lowest priority, and copies are brought into free room only.
+This module owns nothing. It must never change the bytes of a version, and must never make a client's request wait:
+verification has the lowest priority, and copies are brought into free room only.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Verified:
 
 @dataclass(slots=True, kw_only=True)
 class Moved:
-    """What became of the bytes of jobs in host memory.
+    """The result of an eviction or a promotion of copies in host memory.
 
     Attributes:
-        slabs, nbytes: those that were evicted, or brought into host memory.
-        present_bytes: were in host memory before a promotion.
-        left_bytes: stayed where they were, because they are in use or because there is no room.
+        slabs, nbytes: the number and the bytes of the slabs that were evicted, or brought into host memory.
+        present_bytes: the bytes that were in host memory before a promotion began.
+        left_bytes: the bytes that were not moved, because they are in use or because there is no room.
     """
 
     slabs: int = 0
@@ -118,7 +118,7 @@ class Upkeep:
         """Return the steps of a job that the store holds, oldest first. This visits all slabs of the job.
 
         Args:
-            name: the job's.
+            name: the job's name.
             readers: the open readers of all jobs.
 
         Raises:
@@ -141,7 +141,10 @@ class Upkeep:
         return found.held()
 
     def _layouts(self, name: str) -> Sequence[Job]:
-        """Return a job in all its layouts; none if nothing but kept steps is left. Raise NotFoundError for neither."""
+        """Return a job in all its layouts; empty if only kept steps of it are left.
+
+        Raise NotFoundError if there is neither.
+        """
         if name not in self._jobs.by_name and self._jobs.kept_steps(name):
             return []
         return self._jobs.layouts(name)
@@ -250,7 +253,8 @@ class _Found:
     """The steps of one job that were found so far."""
 
     def __init__(self) -> None:
-        # A step that was made again after a roll-back has the same number as before and another time.
+        # The keys have the time, because a step that a job commits again after a roll-back has the same number as
+        # before.
         self._steps: dict[tuple[str, int, float], _Step] = {}
 
     def step(self, job: Job, record: CommitRecord) -> _Step:

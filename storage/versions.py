@@ -29,7 +29,8 @@ class PendingStep:
     writes: dict[Slab, asyncio.Task[None]] = field(default_factory=dict)
     # Set when every rank has voted for the step. Its commit is then finished even if ranks die.
     sealed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Clear while a commit is under way, because the versions that it records must not be discarded or replaced.
+    # This event is clear while a commit is under way, because the versions that the commit records must not be
+    # discarded or replaced.
     at_rest: asyncio.Event = field(default_factory=asyncio.Event)
     # True as soon as the step is abandoned and its writes are being stopped.
     abandoned: bool = False
@@ -77,7 +78,7 @@ class Job:
     successor: Job | None = None
     # The newest step that every rank on every node has committed.
     settled: int = 0
-    # The snapshot under way, or the last one, and the step whose versions it needs.
+    # The snapshot under way or, if there is none, the last one; and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
     # Held while the job returns to an earlier step.
@@ -97,7 +98,7 @@ class Job:
 
     @property
     def next_step(self) -> int:
-        """The lowest step that can be prepared now. A job without committed steps can prepare no other one."""
+        """The lowest step that can be pending now. For a job without committed steps, it is the only one."""
         newest = self.newest
         return self.first_step if newest is None else newest + 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Generator, Mapping
@@ -94,13 +95,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{test}: {text}")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C end the programs that tests start, also where the suite itself was started to ignore it.
 
     A shell starts a command in the background, and `nohup` one, with SIGINT ignored, which all its children inherit.
+
+    Unless only the tests for GPUs run (`-m gpu`), GPUs are hidden from this process and from those that it starts. The
+    other tests compare with references on the CPU, and start more ranks than most machines have GPUs.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,8 +3,8 @@
 `python3 -m tests.pythons TARGET... [--newest] [--with PYTHON...]`
 
 Finds the Pythons of this machine on the PATH and below pyenv's directory; the classifiers of pyproject.toml name the
-supported versions. Each interpreter has its own environment in build/pythons/VERSION, which is kept. Must need nothing
-but the standard library, because it runs before any environment exists.
+supported versions. Each interpreter has its own environment in build/pythons/VERSION, which is kept. This module must
+need nothing but the standard library, because it runs before any environment exists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DeepSpeed's `get_accelerator()`: the device that the training runs on, under one set of names for GPUs and CPUs.
 
-Owns the choice of names. The device is the one that `initialize` chooses: the GPU of the local rank if torch finds a
-GPU, else the CPU. Must never keep a state of its own, because torch has it all.
+This module owns the choice of names. The device is the one that `initialize` has chosen, by `paramserver.device`, or
+would choose without that key: this rank's GPU or other accelerator if torch finds one, else the CPU. This module must
+never keep a state of its own, because torch has it all.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any
 
 import torch
 
+from trainer_client.device import CPU, backend_of, kind_in_use, visible_devices_variable
 from trainer_client.errors import ConfigError
 
 __all__ = ["DeviceAccelerator", "get_accelerator", "set_accelerator"]
+
+_CUDA = "cuda"
 
 # The names of DeepSpeed's accelerators that this one lacks, with what to use instead.
 _LEFT_OUT = {
@@ -46,18 +50,20 @@ class DeviceAccelerator:
 
     Attributes:
         Stream: the class of the device's streams.
-        Event: the class of the device's events, on GPUs only.
+        Event: the class of the device's events, on accelerators only.
 
     Args:
-        device_type: "cuda" or "cpu".
+        device_type: the kind of the device as torch names it: "cpu", "cuda", "xpu" and so on.
     """
 
     def __init__(self, device_type: str) -> None:
         self._name = device_type
-        self._is_cuda = device_type == "cuda"
-        self.Stream: Any = torch.cuda.Stream if self._is_cuda else torch.cpu.Stream
-        if self._is_cuda:
-            self.Event: Any = torch.cuda.Event
+        self._is_host = device_type == CPU
+        # torch has the same functions for each kind of accelerator, in a module with the kind's name.
+        self._module: Any = torch.get_device_module(device_type)
+        self.Stream: Any = self._module.Stream
+        if not self._is_host:
+            self.Event: Any = self._module.Event
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -69,7 +75,7 @@ class DeviceAccelerator:
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return the device as torch writes it: "cpu", "cuda", or "cuda:1" for an index."""
-        return self._name if device_index is None or not self._is_cuda else f"cuda:{device_index}"
+        return self._name if device_index is None or self._is_host else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
         """Return the device, which as a context is the current one."""
@@ -77,12 +83,12 @@ class DeviceAccelerator:
 
     def set_device(self, device_index: int | str | torch.device) -> None:
         """Make a GPU the current device. Without effect on CPUs."""
-        if self._is_cuda:
-            torch.cuda.set_device(device_index)
+        if not self._is_host:
+            self._module.set_device(device_index)
 
     def current_device(self) -> int:
         """Return the index of the current device."""
-        return torch.cuda.current_device() if self._is_cuda else 0
+        return 0 if self._is_host else self._module.current_device()
 
     def current_device_name(self) -> str:
         """Return the current device as torch writes it: "cpu" or "cuda:1"."""
@@ -90,12 +96,12 @@ class DeviceAccelerator:
 
     def device_count(self) -> int:
         """Return the number of GPUs; on a machine without GPUs, 1."""
-        return torch.cuda.device_count() if self._is_cuda else 1
+        return 1 if self._is_host else self._module.device_count()
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait until the device has done what it was given."""
-        if self._is_cuda:
-            torch.cuda.synchronize(device_index)
+        if not self._is_host:
+            self._module.synchronize(device_index)
 
     def is_available(self) -> bool:
         """Return True, because the device was chosen among those that there are."""
@@ -103,7 +109,7 @@ class DeviceAccelerator:
 
     def is_synchronized_device(self) -> bool:
         """Return whether operations have ended when their calls return."""
-        return not self._is_cuda
+        return self._is_host
 
     def use_host_timers(self) -> bool:
         """Return whether the host's clock measures operations rightly."""
@@ -119,21 +125,24 @@ class DeviceAccelerator:
 
     def communication_backend_name(self) -> str:
         """Return the backend of torch.distributed for tensors on the device."""
-        return "nccl" if self._is_cuda else "gloo"
+        return backend_of(self._name)
 
     def visible_devices_envs(self) -> list[str]:
         """Return the environment variables that say which devices a process sees."""
-        return ["CUDA_VISIBLE_DEVICES"] if self._is_cuda else []
+        name = visible_devices_variable(self._name)
+        return [] if name is None else [name]
 
     # Types
 
     def is_bf16_supported(self) -> bool:
         """Return whether the device computes in bfloat16."""
-        return torch.cuda.is_bf16_supported() if self._is_cuda else True
+        # Not every kind of accelerator has this question; the CPU computes in all types.
+        ask = getattr(self._module, "is_bf16_supported", None)
+        return True if ask is None else bool(ask())
 
     def is_fp16_supported(self) -> bool:
         """Return whether the device computes in float16."""
-        return torch.cuda.get_device_capability()[0] >= 7 if self._is_cuda else True
+        return self._name != _CUDA or torch.cuda.get_device_capability()[0] >= 7
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the floating-point types that the device computes in."""
@@ -180,37 +189,39 @@ class DeviceAccelerator:
 
     def manual_seed(self, seed: int) -> None:
         """Seed the generator of the current device."""
-        if self._is_cuda:
-            torch.cuda.manual_seed(seed)
+        if not self._is_host:
+            self._module.manual_seed(seed)
         else:
             torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices."""
-        if self._is_cuda:
-            torch.cuda.manual_seed_all(seed)
+        if not self._is_host:
+            self._module.manual_seed_all(seed)
         else:
             torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
         """Return the seed of the current device's generator."""
-        return torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
+        return torch.initial_seed() if self._is_host else self._module.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
         """Return the generator of a device."""
-        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+        return torch.default_generator if self._is_host else self._module.default_generators[device_index]
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Return the state of a device's generator; None: of the current device."""
-        if not self._is_cuda:
+        """Return the state of a device's generator, of the current device if the index is None."""
+        if self._is_host:
             return torch.get_rng_state()
-        return torch.cuda.get_rng_state(torch.cuda.current_device() if device_index is None else device_index)
+        device = self._module.current_device() if device_index is None else device_index
+        state: torch.Tensor = self._module.get_rng_state(device)
+        return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of a device's generator; None: of the current device."""
-        if self._is_cuda:
-            device = torch.cuda.current_device() if device_index is None else device_index
-            torch.cuda.set_rng_state(new_state, device)
+        """Set the state of a device's generator, of the current device if the index is None."""
+        if not self._is_host:
+            device = self._module.current_device() if device_index is None else device_index
+            self._module.set_rng_state(new_state, device)
         else:
             torch.set_rng_state(new_state)
 
@@ -218,48 +229,48 @@ class DeviceAccelerator:
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which `stream` is the current one; None, as on CPUs: a context that does nothing."""
-        return torch.cuda.stream(stream) if self._is_cuda and stream is not None else nullcontext()
+        return self._module.stream(stream) if not self._is_host and stream is not None else nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
         """Return the current stream of a device."""
-        return torch.cuda.current_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+        return torch.cpu.current_stream() if self._is_host else self._module.current_stream(device_index)
 
     def default_stream(self, device_index: int | None = None) -> Any:
         """Return the default stream of a device."""
-        return torch.cuda.default_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+        return torch.cpu.current_stream() if self._is_host else self._module.default_stream(device_index)
 
     def range_push(self, message: str) -> None:
-        """Begin a range of NVTX, which a profiler shows. Without effect on CPUs."""
-        if self._is_cuda:
+        """Begin a range of NVTX, which a profiler shows. Without effect on all devices but CUDA's."""
+        if self._name == _CUDA:
             torch.cuda.nvtx.range_push(message)
 
     def range_pop(self) -> None:
-        """End the range of NVTX that was begun last. Without effect on CPUs."""
-        if self._is_cuda:
+        """End the range of NVTX that was begun last. Without effect on all devices but CUDA's."""
+        if self._name == _CUDA:
             torch.cuda.nvtx.range_pop()
 
     # Memory, in bytes. On CPUs it is the memory of this process.
 
     def empty_cache(self) -> None:
         """Give memory that torch has cached back to the device. Without effect on CPUs."""
-        if self._is_cuda:
-            torch.cuda.empty_cache()
+        if not self._is_host:
+            self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Return the memory of tensors on the device; on CPUs, the resident memory of this process."""
-        return torch.cuda.memory_allocated(device_index) if self._is_cuda else _resident_bytes()
+        return _resident_bytes() if self._is_host else self._module.memory_allocated(device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_allocated`; on CPUs, since the process began."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else _peak_resident_bytes()
+        return _peak_resident_bytes() if self._is_host else self._module.max_memory_allocated(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Return the memory that torch has taken from the device; on CPUs, as `memory_allocated`."""
-        return torch.cuda.memory_reserved(device_index) if self._is_cuda else _resident_bytes()
+        return _resident_bytes() if self._is_host else self._module.memory_reserved(device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_reserved`; on CPUs, since the process began."""
-        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else _peak_resident_bytes()
+        return _peak_resident_bytes() if self._is_host else self._module.max_memory_reserved(device_index)
 
     # DeepSpeed kept torch's old names, too.
     memory_cached = memory_reserved
@@ -267,23 +278,23 @@ class DeviceAccelerator:
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """Return torch's statistics of the device's memory; on CPUs there are none."""
-        return torch.cuda.memory_stats(device_index) if self._is_cuda else {}
+        return {} if self._is_host else self._module.memory_stats(device_index)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Begin new peaks. Without effect on CPUs, because the kernel keeps the peak of a process."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
+        if not self._is_host:
+            self._module.reset_peak_memory_stats(device_index)
 
     reset_max_memory_allocated = reset_peak_memory_stats
     reset_max_memory_cached = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the memory of the device; on CPUs, of the machine."""
-        return torch.cuda.mem_get_info(device_index)[1] if self._is_cuda else _pages("SC_PHYS_PAGES")
+        return _pages("SC_PHYS_PAGES") if self._is_host else self._module.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the memory of the device that is free; on CPUs, of the machine."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else _pages("SC_AVPHYS_PAGES")
+        return _pages("SC_AVPHYS_PAGES") if self._is_host else self._module.mem_get_info(device_index)[0]
 
     def pin_memory(
         self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
@@ -294,7 +305,7 @@ class DeviceAccelerator:
             tensor: the tensor.
             align_bytes, make_copy, match_shape: without effect, as with DeepSpeed where torch pins the memory.
         """
-        return tensor.pin_memory() if self._is_cuda else tensor
+        return tensor if self._is_host else tensor.pin_memory()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Do nothing, as DeepSpeed does where torch pins the memory: it is freed with the tensor."""
@@ -308,17 +319,22 @@ class DeviceAccelerator:
         return tensor.device.type == self._name
 
 
-@functools.cache
 def get_accelerator() -> DeviceAccelerator:
-    """Return the device of the training: a GPU if torch finds one, else the CPU."""
-    return DeviceAccelerator("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device of the training: the one that `initialize` has chosen or, before, would choose by itself."""
+    return _accelerator(kind_in_use())
+
+
+@functools.cache
+def _accelerator(kind: str) -> DeviceAccelerator:
+    """Return the one object for a kind of device."""
+    return DeviceAccelerator(kind)
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Refuse the call, because `initialize` chooses the device. Raises ConfigError."""
+    """Refuse the call, because `initialize` chooses the device. It raises ConfigError."""
     raise ConfigError(
-        f"set_accelerator({accelerator!r}): initialize() takes the GPU of the local rank, or the CPU if torch finds no "
-        "GPU; set CUDA_VISIBLE_DEVICES to choose"
+        f"set_accelerator({accelerator!r}): initialize() chooses the device by paramserver.device, and without this "
+        "key takes the GPU of the local rank, or the CPU if torch finds no GPU; set the key, or CUDA_VISIBLE_DEVICES"
     )
 
 

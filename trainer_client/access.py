@@ -1,7 +1,7 @@
 """Access to the states of single parameters, by name, wherever they live: reading, and changes between two steps.
 
-Owns for how long a user has units whole. Must never commit: a change becomes a part of the next commit, which the
-engine makes.
+This module owns the periods in which a user has whole units. It must never commit: a change becomes a part of the next
+commit, which the engine makes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARAM, _MASTER, _GRAD = "param", "master", "grad"
 
 
 class StateDictNames(NamedTuple):
-    """What `load_state_dict` returns: how the given names differ from those of the model."""
+    """The result of `load_state_dict`: how the given names differ from those of the model."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -61,8 +61,8 @@ class _Place:
 
     Attributes:
         state: the states of its group.
-        slot: its number in the group.
-        shard: this rank's part of it; None: this rank has no part.
+        slot: the number of the parameter in the group.
+        shard: this rank's part of the parameter; None: this rank has no part.
     """
 
     parameter: ModelParameter
@@ -120,7 +120,8 @@ class StateAccess:
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 self._places[id(parameter.tensor)] = place
         self._model = model
-        # The places by their names in a plain checkpoint, tied ones included; None: the name is a buffer's.
+        # The place of each name in a plain checkpoint, names of tied parameters included; None if the name is a
+        # buffer's.
         self._state_names = {
             name: self._places.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
         }
@@ -134,7 +135,7 @@ class StateAccess:
     def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Return the model's state by name, on the CPU: fp32 weights, and buffers as they are.
 
-        Without `keep`, return an empty dict. A collective, one group at a time.
+        Without `keep`, return an empty dict. All ranks must call this; they gather one group at a time.
         """
         weights: dict[int, torch.Tensor] = {}
         for state in self._states:
@@ -155,7 +156,8 @@ class StateAccess:
     def parameter_state_dict(self, *, keep: bool, with_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the parameters by name as forward computes with them, and buffers as they are, on the CPU.
 
-        Tied names share one tensor. Without `keep`, return an empty dict. A collective, one parameter at a time.
+        Tied names share one tensor. Without `keep`, return an empty dict. All ranks must call this; they gather one
+        parameter at a time.
 
         Args:
             with_frozen: whether parameters that are not trained now are among them.
@@ -177,9 +179,11 @@ class StateAccess:
         return found
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
-        """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype). A collective.
+        """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype).
 
-        Returns None for a gradient that no rank has.
+        All ranks must call this.
+
+        Return None for a gradient that no rank has.
         """
         place = self._place(key)
         if kind != _GRAD:
@@ -187,9 +191,11 @@ class StateAccess:
         return self._whole_gradient(place).view(place.parameter.shape) if self._has_gradient(place) else None
 
     def local(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
-        """Return this rank's part [n] of the values, as `full`; n may be 0. Not a collective.
+        """Return this rank's part [n] of the values that `full` returns; n may be 0.
 
-        Returns None for a gradient that is not there.
+        The other ranks do not have to call this.
+
+        Return None if the parameter has no gradient.
         """
         place = self._place(key)
         if kind == _GRAD and self._gradients.partition_of(place.state.group, place.slot) is None:
@@ -197,11 +203,14 @@ class StateAccess:
         return self._part(place, kind)
 
     def parameter(self, key: ParameterKey) -> ModelParameter:
-        """Return the record of a parameter. Raises ConfigError if it is not the model's."""
+        """Return the record of a parameter. Raise ConfigError if it is not the model's."""
         return self._place(key).parameter
 
     def shards(self, kind: str) -> dict[str, StateShard]:
-        """Return this rank's part of every parameter that has the kind, by each of its names. Not a collective."""
+        """Return this rank's part of every parameter that has the kind, by each of its names.
+
+        The other ranks do not have to call this.
+        """
         read = {
             id(state): state.read(_kind_of(state.group, kind, "")) for state in self._states if _has(state.group, kind)
         }
@@ -277,22 +286,28 @@ class StateAccess:
 
     @torch.no_grad()
     def set_gradient(self, key: ParameterKey, value: torch.Tensor, *, local: bool) -> None:
-        """Replace a gradient between backward and step. Not a collective, but every rank has to do it.
+        """Replace a gradient between backward and step.
+
+        Every rank has to call this, but the ranks do not wait for each other.
 
         Raises:
             RuntimeError: the parameter has no gradient in this step.
         """
         place = self._place(key)
         value = self._checked(place, _GRAD, value, local=local)
-        partition = self._gradients.partition_of(place.state.group, place.slot)
-        if partition is None:
+        if self._gradients.partition_of(place.state.group, place.slot) is None:
             raise RuntimeError(f"parameter {place.parameter.fqn} has no gradient: set it after backward()")
         self._gradients.begin_change(place.state.group)
+        partition = self._gradients.partition_of(place.state.group, place.slot)
+        assert partition is not None, "asked before"
         partition[place.range] = (value.float() * self._scaler.scale).to(partition.device, partition.dtype)
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Make parameters whole within the context, together with all other parameters of their units. A collective."""
+        """Make parameters whole within the context, together with all other parameters of their units.
+
+        All ranks must call this.
+        """
         with ExitStack() as held:
             for unit in self._units_of(parameters):
                 unit.hold()
@@ -315,10 +330,10 @@ class StateAccess:
     ) -> None:
         """Hand over, on all ranks, the values that `modifier_rank` has written into whole parameters within `gathered`.
 
-        A collective. The fp32 master weight of an element that was not changed stays as it is.
+        All ranks must call this. The fp32 master weight of an element that was not changed stays as it is.
 
         Args:
-            before: what `parameters_before` returned before the change.
+            before: the result of `parameters_before`, called before the change.
         """
         changes = []
         masters = _Reader()
@@ -382,7 +397,7 @@ class StateAccess:
     # These methods find the places of parameters.
 
     def _place(self, key: ParameterKey) -> _Place:
-        """Return the place of a parameter, or of the parameter with that name. Raises ConfigError."""
+        """Return the place of a parameter, or of the parameter with that name. It can raise ConfigError."""
         if not isinstance(key, str):
             return self._place_of(key)
         if key not in self._by_name:
@@ -390,7 +405,7 @@ class StateAccess:
         return self._by_name[key]
 
     def _place_of(self, tensor: torch.Tensor) -> _Place:
-        """Return the place of a parameter. Raises ConfigError."""
+        """Return the place of a parameter. It can raise ConfigError."""
         if id(tensor) not in self._places:
             raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
         return self._places[id(tensor)]
@@ -401,14 +416,14 @@ class StateAccess:
         return [unit for unit in self._units if any(id(group) in groups for group in unit.groups)]
 
     def _has_gradient(self, place: _Place) -> bool:
-        """Return whether any rank has a gradient of the parameter. A collective."""
+        """Return whether any rank has a gradient of the parameter. All ranks must call this."""
         (anywhere,) = self._collectives.any_rank([self._gradients.is_present(place.state.group, place.slot)])
         return anywhere
 
     def _whole_gradient(self, place: _Place) -> torch.Tensor:
-        """Return the mean over ranks of a gradient so far, [numel] in fp32. A collective.
+        """Return the mean over ranks of a gradient so far, [numel] in fp32. All ranks must call this.
 
-        What the ranks have not reduced yet is rounded as if they did so now.
+        Gradients that the ranks have not reduced yet are rounded as if the ranks reduced them now.
         """
         group = place.state.group
         owed = self._gradients.read_unreduced(group, place.slot)
@@ -430,14 +445,14 @@ class StateAccess:
         return values if kind == _PARAM else values.float()
 
     def _whole(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts of a parameter, one after the other. A collective."""
+        """Return all ranks' parts of a parameter, one after the other. All ranks must call this."""
         group = place.state.group
         world_size = self._collectives.world_size
         shards = [next((s for s in group.shards_of(r) if s.slot == place.slot), None) for r in range(world_size)]
         sizes = [shard.numel if shard else 0 for shard in shards]
         row = torch.zeros(max(sizes), dtype=part.dtype)
         row[: part.numel()] = part
-        rows = self._collectives.gather_rows(row).cpu()
+        rows = self._collectives.gather_rows(row)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
@@ -459,7 +474,7 @@ class _Reader:
 
 
 def _range(shard: ShardRange | None) -> slice:
-    """Return the range of a shard in its partition."""
+    """Return the range of a shard in its partition, in elements."""
     return shard.in_partition if shard else slice(0, 0)
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's arguments on a script's command line.
 
-Owns the names of the options. Must never read the options' values: `initialize(args=...)` does that.
+This module owns the names of the options. It must never read the options' values: `initialize(args=...)` does that.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ or in a module that it imports first, they get this library:
 Without a change of the script: `python -m trainer_client.as_deepspeed script.py ARGUMENTS`, or with several ranks
 `torchrun --nproc-per-node 2 -m trainer_client.as_deepspeed script.py ARGUMENTS`.
 
-Owns the finder of modules that does it. Must never hide that another package was meant: if DeepSpeed itself is imported
-already, the import of this module is an error.
+This module owns the finder of modules that does it. It must never hide that another package was meant: if DeepSpeed
+itself is imported already, the import of this module is an error.
 """
 
 from __future__ import annotations

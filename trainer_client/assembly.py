@@ -1,7 +1,7 @@
 """The assembly of an engine: from an opened job to an engine at its newest step.
 
-Owns the order in which the engine's parts are made, which is the order of their first calls to the store. Must never
-leave an engine behind after an error.
+This module owns the order in which the engine's parts are made, which is the order of their first calls to the store.
+It must never leave an engine behind after an error.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from paramserver.contract.durability import REPLICATED
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.copying.follow import FollowerOrder, Place
 from trainer_client.engine import Engine
 from trainer_client.engine_core import EngineParts
+from trainer_client.errors import ConfigError
 from trainer_client.model.plain_state import PlainState
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_export import StepExport
@@ -27,6 +30,7 @@ from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.replicas import FollowerProcess, Replicas, choose_holders
 from trainer_client.run.resume_notice import record_run, resume_line
 from trainer_client.run.run_state import RunState
 from trainer_client.run.state_offload import StateOffload
@@ -39,7 +43,6 @@ from trainer_client.step.residency import Residency
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import Clipping, TrainingStep
 from trainer_client.step.updates import Updates
-from trainer_client.transport.attachments import Survival
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ _PREFETCH_SHARE = 4
 
 
 def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> Engine:
-    """Return an engine at the job's newest step, or at step 0 of a new job. A collective.
+    """Return an engine at the job's newest step, or at step 0 of a new job. All ranks must call this.
 
     Args:
         resources: closed with the engine, which takes all of them over.
@@ -65,7 +68,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
         if job.handed_over_step is not None:
             engine.commit_initial_state()
         rank.log_context.step = engine.global_steps + 1
-        _survive_restarts(rank, job, parts.commits)
+        rank.store.settle(job.layout)
     except BaseException:
         engine.close_without_commit()
         raise
@@ -97,6 +100,9 @@ def _make_parts(
     traces = _make_traces(rank, resources)
     clock = Clock()
     residency = _make_residency(rank, job)
+    # The copies end before the session does, which ends the leases that they read and write.
+    resources.callback(job.lanes.close)
+    rank.store.wait_before_votes(job.lanes.finish)
     for unit in job.units:
         # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
         # freed.
@@ -113,6 +119,7 @@ def _make_parts(
         rank.settings.paramserver.durability,
         newest=job.resumed_step,
         handed_over=job.handed_over_step,
+        on_made=_keep_replicas(rank, job, resources).note_commit,
     )
     passes = BackwardPasses(step, scaler, micro_batches, commits)
     hooks = UnitHooks(
@@ -120,6 +127,7 @@ def _make_parts(
         gradients=gradients,
         updates=updates,
         residency=residency,
+        lanes=job.lanes,
         reduction_order=ReductionOrder(len(job.units), rank.collectives),
         compute_dtype=PrecisionPolicy.of(rank.settings).compute_dtype,
         clock=clock,
@@ -144,6 +152,38 @@ def _make_parts(
     )
 
 
+def _keep_replicas(rank: RankContext, job: Job, resources: ExitStack) -> Replicas:
+    """Start the followers of this rank's store, if the config asks for replicas and this rank speaks for the store.
+
+    Raises:
+        ConfigError: the config names too few other daemons, or the job is on several stores.
+    """
+    section, store = rank.settings.paramserver, rank.store
+    if section.replicas and job.sharers < rank.collectives.world_size:
+        raise ConfigError(
+            f"paramserver.replicas = {section.replicas}: the ranks of this job use several daemons, and replicas are "
+            "of jobs on one; set it to 0, and export the job from time to time (`paramserver export`)"
+        )
+    followers = []
+    if section.replicas and job.leads_store:
+        addresses = section.replica.addresses
+        for holder in choose_holders(addresses, section.replicas, store.epoch, store.credentials):
+            order = FollowerOrder(
+                job=section.job,
+                origin=Place.of(store.address, store.credentials),
+                holder=Place.of(holder, store.credentials),
+                finish_seconds=section.replica.timeout_seconds,
+            )
+            followers.append(FollowerProcess(order.to_json(), holder))
+    replicas = Replicas(
+        followers,
+        is_waited_for=section.durability == REPLICATED,
+        timeout_seconds=section.replica.timeout_seconds,
+    )
+    resources.callback(replicas.close)
+    return replicas
+
+
 def _may_be_unused(settings: TrainingConfig) -> bool:
     """Return whether a step may leave parameters without a gradient. DeepSpeed asks the key at stage 2 only."""
     section = settings.zero_optimization
@@ -157,6 +197,7 @@ def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: 
         early,
         rank.store,
         rank.collectives,
+        job.lanes,
         exact_norms=clipping.norm > 0,
         mean=rank.settings.gradient_allreduce_op == "mean",
     )
@@ -232,15 +273,3 @@ def _make_reporter(
         data_plane=rank.store.plane.name,
     )
     return Reporter(rank.recorder, residency.counters, rank.store, place, traces)
-
-
-def _survive_restarts(rank: RankContext, job: Job, commits: Commits) -> None:
-    """Have the rank outlive restarts of its daemon, if the config allows time for them."""
-    section = rank.settings.paramserver
-    if section.reattach_timeout_seconds:
-        survival = Survival(
-            timeout_seconds=section.reattach_timeout_seconds,
-            kept_bytes=int(section.kept_gradients),
-            is_loud=rank.collectives.rank == 0,
-        )
-        rank.store.survive_restarts(survival, layout=job.layout, newest=commits.newest)

@@ -1,8 +1,8 @@
 """DeepSpeed's `deepspeed.comm`: the names of torch.distributed, and `init_distributed`, which joins the process group.
 
-Owns how a process finds the other ranks of its run. A process that no launcher has started is a run of one rank: the
-first collective makes a group for it. Must never discover ranks in another way than the environment variables of
-torchrun, because every rank has to find the same run.
+This module owns how a process finds the other ranks of its run. A process that no launcher has started is a run of one
+rank: the first collective makes a group for it. This module must never discover ranks in another way than the
+environment variables of torchrun, because every rank has to find the same run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer_client.device import CPU, backend_of, in_use, kind_in_use
 from trainer_client.errors import ConfigError
 
 __all__ = [
@@ -68,6 +69,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_PORT = 29500
+_NCCL = "nccl"
 # The variable in which DeepSpeed's users write a longer time-out, in minutes.
 _TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
 
@@ -98,14 +100,15 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of this run, unless torch.distributed is initialised already. A collective.
+    """Join the process group of this run, unless torch.distributed is initialised already. All ranks must call this.
 
     The ranks are those that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, as torchrun sets them),
     or those that `init_method`, `rank` and `world_size` name. Without either, this process is a run of one rank.
 
     Args:
-        dist_backend: a backend of torch.distributed; None: NCCL for tensors on GPUs and gloo for all others. "nccl"
-            means the same, because this library also exchanges tensors in host memory.
+        dist_backend: a backend of torch.distributed; None: NCCL for tensors on GPUs, the backend of another
+            accelerator for tensors there, and gloo for all others. "nccl" means the same, because this library also
+            exchanges tensors in host memory.
         auto_mpi_discovery: has no effect: processes of an MPI launcher are refused, whatever its value, because ranks
             that find each other in two ways may find two different runs.
         distributed_port: the port of rank 0, if the environment has no MASTER_PORT.
@@ -129,7 +132,14 @@ def init_distributed(
     backend = _backend(dist_backend)
     timeout = _default_timeout() if timeout is None else timeout
     if init_method is not None or rank >= 0:
-        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+            device_id=_bound_device(backend),
+        )
     elif "RANK" in os.environ:
         _join_launched(backend, distributed_port, timeout)
     else:
@@ -141,32 +151,72 @@ def init_distributed(
         log.info("torch.distributed is initialised: %d ranks, backend %s", dist.get_world_size(), backend)
 
 
+def contradiction(world_size: int, environ: Mapping[str, str]) -> str | None:
+    """Return why a process group contradicts the launcher; None if it does not.
+
+    A group of one rank in each of several launched processes has every process train the whole model on its own.
+
+    Args:
+        world_size: the number of ranks in the group.
+        environ: the environment, whose WORLD_SIZE is what the launcher has started.
+    """
+    launched = environ.get("WORLD_SIZE") or "1"
+    if world_size != 1 or not launched.isdecimal() or int(launched) <= 1:
+        return None
+    return (
+        f"WORLD_SIZE={launched}, but the process group of torch.distributed has one rank: call init_distributed() on "
+        "every rank before anything makes a process group, or unset WORLD_SIZE for runs of one rank"
+    )
+
+
+def require_launched_group() -> None:
+    """Raise ConfigError if the process group that is there contradicts the launcher."""
+    if problem := contradiction(dist.get_world_size(), os.environ):
+        raise ConfigError(problem)
+
+
 def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
     """Join the ranks that the environment names. Variables that are missing have the values of a run on one node."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" in os.environ:
         # torch reads the variables on its own then, which torchrun needs for ranks that it restarts.
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=_bound_device(backend))
         return
     master = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', port)}"
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{master}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=_bound_device(backend),
+    )
 
 
 def _backend(name: str | None) -> str:
-    """Return the backend for torch. Raises ConfigError."""
+    """Return the backend for torch. It can raise ConfigError."""
     if name in _FOREIGN_BACKENDS:
         raise ConfigError(f"dist_backend={name!r} is not honoured: write 'nccl' or 'gloo', or leave it out")
     if name not in (None, "nccl"):
         return str(name)
-    if torch.cuda.is_available():
-        return "cpu:gloo,cuda:nccl"
+    kind = kind_in_use()
+    if kind != CPU:
+        return f"cpu:gloo,{kind}:{backend_of(kind)}"
     if name == "nccl":
-        raise ConfigError("dist_backend='nccl', and torch finds no GPU: write 'gloo', or leave it out")
+        raise ConfigError("dist_backend='nccl', and this run uses no GPU: write 'gloo', or leave it out")
     return "gloo"
 
 
+def _bound_device(backend: str) -> torch.device | None:
+    """Return the device of all NCCL communicators of this rank; None if there is none or it is not chosen yet.
+
+    Without it, NCCL guesses the device in barriers, and torch warns of that.
+    """
+    return in_use() if _NCCL in backend else None
+
+
 def _default_timeout() -> timedelta | None:
-    """Return the time-out that the environment names; None: torch's default."""
+    """Return the time-out that the environment names; None if torch's default is to be used."""
     minutes = os.environ.get(_TIMEOUT_VARIABLE)
     return timedelta(minutes=int(minutes)) if minutes else None
 
@@ -233,7 +283,7 @@ inference_all_reduce = all_reduce
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Gather every rank's `tensor` into `output_tensor`, one after the other. A collective.
+    """Gather every rank's `tensor` into `output_tensor`, one after the other. All ranks must call this.
 
     Returns:
         The pending work if `async_op`; else None, after the end.
@@ -250,7 +300,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Reduce `tensor` over the ranks, and give each rank its part in `output_tensor`. A collective.
+    """Reduce `tensor` over the ranks, and give each rank its part in `output_tensor`. All ranks must call this.
 
     Returns:
         The pending work if `async_op`; else None, after the end.
@@ -268,7 +318,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Send a part of `tensor` to each rank, and receive a part of `output` from each. A collective.
+    """Send a part of `tensor` to each rank, and receive a part of `output` from each. All ranks must call this.
 
     Returns:
         The pending work if `async_op`; else None, after the end.
@@ -308,17 +358,17 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Leave a process group; None: all of them."""
+    """Leave a process group, or all groups if `group` is None."""
     dist.destroy_process_group(group)
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return the number of this rank in the group; None: among all ranks of the run. -1: it is not in the group."""
+    """Return this rank's number in the group, by default among all ranks of the run; -1 if it is not in the group."""
     return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks of the group; None: of the run. -1: this rank is not in the group."""
+    """Return the number of ranks of the group, by default of the run; -1 if this rank is not in the group."""
     return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -333,7 +383,7 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """Return the numbers in the run of the group's ranks; None: of all ranks."""
+    """Return the numbers in the run of the group's ranks, by default of all ranks."""
     return list(range(get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
@@ -346,10 +396,9 @@ def get_world_group() -> ProcessGroup:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Return a mesh over all ranks. A collective."""
+    """Return a mesh over all ranks. All ranks must call this."""
     _require_group()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(kind_in_use(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def __getattr__(name: str) -> Any:

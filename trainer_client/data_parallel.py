@@ -1,6 +1,7 @@
 """The groups of ranks that DeepSpeed's arguments can name: they are honoured if they have all ranks of the run.
 
-Owns the checks. Data parallelism over all ranks is the only kind that there is, so any other group is refused.
+This module owns the checks. Data parallelism over all ranks is the only kind that there is, so any other group is
+refused.
 """
 
 from __future__ import annotations

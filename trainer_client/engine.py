@@ -1,7 +1,8 @@
-"""The engine: DeepSpeed's verbs over a model whose state lives in the store.
+"""The engine: DeepSpeed's methods (`forward`, `backward`, `step` and others) for a model whose state is in the store.
 
-Owns the order of a step and the end of an engine; engine_states.py has the verbs over states, and engine_core.py the
-parts. Must never communicate on its own: collectives, leases and hooks each have a module below.
+This module owns the order of a step and the end of an engine; engine_states.py has the methods that read, change and
+save states, and engine_core.py has the objects that all these methods call. This module must never communicate on its
+own, because other modules own the collectives, the leases and the hooks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from trainer_client.device import CPU
 from trainer_client.engine_core import EngineParts
 from trainer_client.engine_states import EngineStates
 from trainer_client.errors import (
@@ -36,6 +38,9 @@ from trainer_client.step.precision import LossScaler
 from trainer_client.transport.attachments import Restart
 
 log = logging.getLogger(__name__)
+
+# The modes of torch.compile that record CUDA graphs.
+_RECORDING_MODES = ("reduce-overhead", "max-autotune")
 
 
 class Engine(EngineStates):
@@ -100,7 +105,7 @@ class Engine(EngineStates):
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward pass of a micro-batch. A collective.
+        """Run the backward pass of a micro-batch. All ranks must call this.
 
         The loss is divided by the accumulation steps and multiplied by the loss scale. A step may have several backward
         passes per micro-batch, whose gradients add up. The user may also call `loss.backward()`, or
@@ -166,9 +171,9 @@ class Engine(EngineStates):
         self._require_open()
 
     def step(self) -> None:
-        """End a micro-batch. At the accumulation boundary, make a step and commit it. A collective.
+        """End a micro-batch. At the accumulation boundary, make a step and commit it. All ranks must call this.
 
-        Returns when the store has the gradients, and when the parameters and optimizer states that live on the device
+        Return when the store has the gradients, and when the parameters and optimizer states that live on the device
         are updated. The store goes on with its updates and with the commit; if they fail, the next step,
         `wait_for_commit` or `close` raises the error. A step with a non-finite gradient is skipped on every rank.
 
@@ -215,7 +220,7 @@ class Engine(EngineStates):
             )
 
     def _make_step(self) -> None:
-        """Make or skip the step, and begin its commit. A collective."""
+        """Make or skip the step, and begin its commit. All ranks must call this."""
         # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
         # committed on every rank.
         self.wait_for_commit()
@@ -266,7 +271,7 @@ class Engine(EngineStates):
             self._micro_batches.drop_backwards()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the gradient of the step under way by its 2-norm when the step is made. A collective.
+        """Clip the gradient of the step under way by its 2-norm when the step is made. All ranks must call this.
 
         This counts in place of the config's `gradient_clipping`, for this step alone. Call it after the last backward
         pass of the step, as `torch.nn.utils.clip_grad_norm_`.
@@ -329,7 +334,7 @@ class Engine(EngineStates):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of all backward passes within the context once, at its end. A collective.
+        """Reduce the gradients of all backward passes within the context once, at its end. All ranks must call this.
 
         For steps of many backward passes, at any stage. `step` follows the context. Within it the gradients stay whole
         on each rank's device, as within `no_sync`. If the context ends by an error, nothing is reduced.
@@ -348,8 +353,20 @@ class Engine(EngineStates):
         if self._micro_batches.backwards:
             self._step.reduce_gradients(self._commits.next)
 
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Return at once, because a backward pass has reduced its gradients over the ranks when it returns.
+
+        Those of `no_sync` are reduced by the next backward pass outside of it, or by the step.
+
+        Args:
+            bucket_size: has no effect, because gradients are reduced unit by unit.
+        """
+        self._require_open()
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the micro-batch under way is the last of its step, until the next call; None: the config says.
+        """Set whether the micro-batch under way is the last of its step, until the next call.
+
+        With None the config decides.
 
         Call this before the micro-batch's `backward`, on every rank alike.
         """
@@ -457,7 +474,10 @@ class Engine(EngineStates):
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        arguments = dict(compile_kwargs or {})
+        if (warning := _warning_of_graphs(self.device, arguments.get("mode"))) is not None:
+            log.warning("%s", warning)
+        self.module.compile(backend=backend, **arguments)
 
     def destroy(self) -> None:
         """Close the engine, as `close` does."""
@@ -468,8 +488,9 @@ class Engine(EngineStates):
     def give_up_model(self) -> None:
         """Make the model a plain one, between two steps.
 
-        Its parameters are uninitialised then, on the CPU, in the dtype that they have. Not a collective. The engine can
-        only be closed afterwards, which every rank has to do, as ever. What is committed stays in the store.
+        Its parameters are uninitialised then, on the CPU, in the dtype that they have. The other ranks do not have to
+        call this. The engine can only be closed afterwards, which every rank has to do, as ever. What is committed
+        stays in the store.
         """
         self._require_between_steps("the end of the engine's use of its model")
         self._hooks.give_up_model()
@@ -499,7 +520,8 @@ class Engine(EngineStates):
     def step_report(self) -> StepReport | None:
         """Return how this rank spent the time of the last step, and how far the step was from the roofline.
 
-        Returns None before the first step. Not a collective. Waits for the store's answer to a small question.
+        Return None before the first step. The other ranks do not have to call this. It waits for the store's answer to
+        a small question.
         """
         return self._reporter.last()
 
@@ -508,8 +530,8 @@ class Engine(EngineStates):
     def close(self) -> None:
         """Commit the last step, wait for the other ranks, leave the job, and stop the daemon that belongs to it.
 
-        Idempotent: a step that is committed already is not committed again. A collective, because a rank that leaves
-        early would take the daemon away from ranks that still read.
+        A repeated call has no effect, and a step that is committed already is not committed again. All ranks must call
+        this, because a rank that leaves early would take the daemon away from ranks that still read.
         """
         if self._closed:
             return
@@ -537,7 +559,7 @@ class Engine(EngineStates):
             self.wait_for_commit()
 
     def _meet(self) -> None:
-        """Wait for the other ranks at the end of the run. A collective, whose failure is only logged."""
+        """Wait for the other ranks at the end of the run. All ranks must call this. A failure is only logged."""
         try:
             self._collectives.barrier("the end of the run")
         except CollectiveError as error:
@@ -599,3 +621,13 @@ class Engine(EngineStates):
 
         self._reporter.end_step(self.global_steps, line)
         self._log_context.step = self.global_steps + 1
+
+
+def _warning_of_graphs(device: torch.device, mode: object) -> str | None:
+    """Return the warning of a mode of torch.compile that does not fit gathers; None if the mode is fine."""
+    if device.type == CPU or mode not in _RECORDING_MODES:
+        return None
+    return (
+        f"engine.compile(compile_kwargs={{'mode': {mode!r}}}) records CUDA graphs, again after each gather, because a "
+        "unit has another address then: use 'max-autotune-no-cudagraphs', or leave mode out"
+    )

@@ -1,7 +1,7 @@
 """The parts of an engine, what the user sees of its progress, and the calls that are possible in its present phase.
 
-Owns the count of steps, the user's client state and what of both goes into a commit. Must never begin a pass, a step or
-a commit: engine_states.py and engine.py have these verbs.
+This module owns the count of steps, the user's client state and what of both goes into a commit. It must never begin a
+pass, a step or a commit: engine_states.py and engine.py have these verbs.
 """
 
 from __future__ import annotations

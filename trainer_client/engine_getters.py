@@ -1,7 +1,7 @@
 """The questions that DeepSpeed's engine answers about its config, its sizes and its place among the ranks.
 
-Owns nothing. Must never change anything: scripts that were written for DeepSpeed ask, and this base class of the engine
-answers with what the config says.
+This module owns nothing. It must never change anything: scripts that were written for DeepSpeed ask, and this base
+class of the engine answers with what the config says.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class EngineGetters(nn.Module):
         return self._settings.torch_autocast.enabled
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of `torch.autocast`; None: the engine does not enter it."""
+        """Return the dtype of `torch.autocast`; None if the engine does not use autocast."""
         return PrecisionPolicy.of(self._settings).autocast_dtype
 
     def managed_gradient_accumulation(self) -> bool:
@@ -134,11 +134,11 @@ class EngineGetters(nn.Module):
         return self._settings.managed_gradient_accumulation
 
     def amp_enabled(self) -> bool:
-        """Return False: Apex's AMP is not built."""
+        """Return False, because this library does not have Apex's AMP."""
         return False
 
     def loss_scale(self) -> float:
-        """Return the loss scale of the config; 0: dynamic."""
+        """Return the loss scale of the config; 0 if it is dynamic."""
         return self._settings.fp16.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
@@ -154,22 +154,22 @@ class EngineGetters(nn.Module):
     # The optimizer
 
     def gradient_clipping(self) -> float:
-        """Return the limit of the gradient's norm; 0: none."""
+        """Return the limit of the gradient's norm; 0 if there is no limit."""
         return self._settings.gradient_clipping
 
     def optimizer_name(self) -> str | None:
-        """Return the type of the config's optimizer; None: the config has none."""
+        """Return the type of the config's optimizer; None if the config has no optimizer."""
         section = self._settings.optimizer
         return None if section is None else section.type
 
     def log_level(self) -> str | None:
-        """Return the level of the logger that the config says; None: it says none."""
+        """Return the logger's level in the config; None if the config has none."""
         return self._settings.log_level
 
     def gradient_allreduce_op(self) -> str:
-        """Return what a step's gradient is of those of the ranks: their "mean" or their "sum"."""
+        """Return how the ranks' gradients are combined into a step's gradient: "mean" or "sum"."""
         return self._settings.gradient_allreduce_op
 
     def steps_per_print(self) -> int | None:
-        """Return the number of steps between two lines of the log; None: there are no lines."""
+        """Return the number of steps between two lines of the log; None if no lines are logged."""
         return self._settings.steps_per_print

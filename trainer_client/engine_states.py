@@ -1,7 +1,7 @@
 """The engine's verbs over the states in the store: whole models, files, checkpoints and single parameters.
 
-Owns when a change of states is committed: as a commit of its own, between two passes. Must never make a step;
-`access.py` reads and changes the states, and `run/checkpoints.py` knows the checkpoints.
+This module owns when a change of states is committed: as a commit of its own, between two passes. It must never make a
+step; `access.py` reads and changes the states, and `run/checkpoints.py` knows the checkpoints.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trainer_client.access import ParameterKey, StateDictNames, StateShard
 from trainer_client.engine_core import EngineCore
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
+from trainer_client.model.refusals import has_released, without_released
 from trainer_client.run.run_state import Progress
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,13 @@ class EngineStates(EngineCore):
     """The part of the engine that reads, changes, saves and loads states."""
 
     def wait_for_commit(self) -> None:
-        """Wait until the newest commit is as durable as the job's durability class says. Raises StoreError."""
+        """Wait until the newest commit is as durable as the job's durability class says. It can raise StoreError."""
         self._commits.wait()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are. A collective.
+        """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are.
+
+        All ranks must call this.
 
         The same model outside of the engine can load the dict with `strict=True`.
 
@@ -48,10 +51,25 @@ class EngineStates(EngineCore):
         self._require_open()
         return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of the engine as a module, by names that begin with "module."; the arguments are torch's.
+
+        At stage 3, parameters that are not gathered have no elements in it, as with DeepSpeed: the dict has the names,
+        dtypes and buffers of the model. `full_state_dict` returns the values. Not a collective.
+        """
+        if not has_released(self.module):
+            return super().state_dict(*args, **kwargs)
+        log.warning(
+            "engine.state_dict() at stage 3 has names and no values, because the weights are in the store: call "
+            "engine.full_state_dict() on every rank for the values"
+        )
+        with self._refusals.allow_empty():
+            return without_released(super().state_dict(*args, **{**kwargs, "keep_vars": True}))
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> StateDictNames:
-        """Set the model's weights and buffers, between two steps, in a commit of their own. A collective.
+        """Set the model's weights and buffers, between two steps, in a commit of their own. All ranks must call this.
 
         Optimizer states stay as they are. Every rank must give the same values.
 
@@ -89,9 +107,11 @@ class EngineStates(EngineCore):
     def export(
         self, format: Format, destination: str | os.PathLike[str], **options: Unpack[FormatOptions]
     ) -> PendingExport | None:
-        """Begin to write the newest committed step as files of another framework, beside the training. A collective.
+        """Begin to write the newest committed step as files of another framework, beside the training.
 
-        Returns when the store holds the step for the export, which is after its commit. Then rank 0 writes on a thread
+        All ranks must call this.
+
+        Return when the store holds the step for the export, which is after its commit. Then rank 0 writes on a thread
         of its own, from the store, while training goes on: what is written is that step. `close` waits for it.
 
         Args:
@@ -121,14 +141,14 @@ class EngineStates(EngineCore):
                 self._resources.callback(wait, [pending.persisted])
                 pending.staged.result()
         finally:
-            # The other ranks make no further step before the store holds this one.
+            # This call waits on every rank, so that no rank makes a further step before the store holds this one.
             self._collectives.barrier("an export")
         return pending
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights as forward computes with them to a file that `torch.load` reads. A collective.
+        """Write the weights as forward computes with them to a file that `torch.load` reads. All ranks must call this.
 
         Rank 0 writes, and needs host memory for all of these weights. Tied names share one tensor in the file. The file
         is complete when it appears, because it is renamed at the end.
@@ -160,7 +180,7 @@ class EngineStates(EngineCore):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return the weights as forward computes with them on rank 0, and None on the others. A collective.
+        """Return the weights as forward computes with them on rank 0, and None on the others. All ranks must call this.
 
         Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
         """
@@ -179,7 +199,7 @@ class EngineStates(EngineCore):
         *,
         metric: float | None = None,
     ) -> bool:
-        """Keep the present step in the store, and write a manifest of it to `save_dir/tag`. A collective.
+        """Keep the present step in the store, and write a manifest of it to `save_dir/tag`. All ranks must call this.
 
         Nothing is copied: the store keeps the bytes that it has of the step, until the checkpoint is removed by the
         retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
@@ -236,7 +256,7 @@ class EngineStates(EngineCore):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint that `save_checkpoint` has saved. A collective.
+        """Go on from a checkpoint that `save_checkpoint` has saved. All ranks must call this.
 
         The values of its step become a new commit of this job, so that later checkpoints stay. The checkpoint may be of
         another job and of another number of ranks. With all that is loaded by default, the next steps have the bits of
@@ -290,7 +310,7 @@ class EngineStates(EngineCore):
     # These methods read and change the states of single parameters.
 
     def is_trained(self, parameter: ParameterKey) -> bool:
-        """Return whether a parameter is trained, or was trained before it was frozen. Raises ConfigError.
+        """Return whether a parameter is trained, or was trained before it was frozen. It can raise ConfigError.
 
         A frozen parameter in a parameter group has states, too, because it may be trained later; they are zero.
         """
@@ -299,7 +319,7 @@ class EngineStates(EngineCore):
         return self.optimizer.has_states(found) and (found.tensor.requires_grad or counts[found.index] > 0)
 
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
-        """Return the whole values of one kind of a parameter, on the CPU, wherever they live. A collective.
+        """Return the whole values of one kind of a parameter, on the CPU, wherever they live. All ranks must call this.
 
         Args:
             parameter: the parameter, or its FQN.
@@ -321,7 +341,8 @@ class EngineStates(EngineCore):
     def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return this rank's part of one kind of a parameter: [n] of the flattened parameter; n may be 0.
 
-        As `get_full`, but not a collective. For a gradient that no rank has, None or zeros are returned.
+        This is like `get_full`, but the other ranks do not have to call it. For a gradient that no rank has, None or
+        zeros are returned.
 
         Raises:
             ConfigError: there is no such parameter or kind.
@@ -332,7 +353,7 @@ class EngineStates(EngineCore):
         return self._access.local(parameter, kind)
 
     def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
-        """Change one kind of a parameter, on all ranks. A collective, to which every rank passes the same value.
+        """Change one kind of a parameter, on all ranks. All ranks must call this with the same value.
 
         "param" and "master" are one weight and change together. A gradient can be changed between backward and step.
         All other kinds can be changed wherever no forward waits for its backward, as a commit of its own: after a
@@ -351,19 +372,19 @@ class EngineStates(EngineCore):
     def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
         """Change one kind of a parameter, as `set_full`.
 
-        A collective, to which each rank passes its own part [n], as `get_local` returns it.
+        All ranks must call this, each with its own part [n], as `get_local` returns it.
         """
         self._set({(parameter, kind): value}, local=True)
 
     def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
-        """Make several changes as `set_full`, by (parameter, kind), in one commit. A collective."""
+        """Make several changes as `set_full`, by (parameter, kind), in one commit. All ranks must call this."""
         self._set(values, local=False)
 
     def sharded_state_dict(self, kind: str = "master") -> dict[str, StateShard]:
         """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included.
 
-        Not a collective. Each part says which elements of which parameter it has, so that the dicts of all ranks
-        together are the whole state, for any number of ranks. (`full_state_dict` gathers it.)
+        The other ranks do not have to call this. Each part says which elements of which parameter it has, so that the
+        dicts of all ranks together are the whole state, for any number of ranks. (`full_state_dict` gathers it.)
         """
         self._require_open()
         return self._access.shards(kind)
@@ -372,7 +393,7 @@ class EngineStates(EngineCore):
     def gathered(
         self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Make parameters whole within the context, in the dtype of the forward, for reading. A collective.
+        """Make parameters whole within the context, in the dtype of the forward, for reading. All ranks must call this.
 
         Their units stay gathered in the context, so forwards within it do not gather them again.
 
@@ -408,7 +429,7 @@ class EngineStates(EngineCore):
             self._commit_change()
 
     def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
-        """Change gradients at once, and all other kinds in a commit of their own. A collective."""
+        """Change gradients at once, and all other kinds in a commit of their own. All ranks must call this."""
         self._require_open()
         gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
         for parameter, value in gradients.items():
@@ -470,7 +491,7 @@ class EngineStates(EngineCore):
 
 
 def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a file of `torch.save`, which appears at `path` when it is complete. Raises OSError."""
+    """Write a file of `torch.save`, which appears at `path` when it is complete. It can raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:

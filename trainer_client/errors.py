@@ -1,7 +1,8 @@
 """The errors that the training library raises, one class for each kind of remedy.
 
-Owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its value, and the
-remedy. Errors of the store keep its gRPC status code; `transport/channel.py` makes them from gRPC's errors.
+This module owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its
+value, and the remedy. Errors of the store keep its gRPC status code; `transport/channel.py` makes them from gRPC's
+errors.
 """
 
 from __future__ import annotations

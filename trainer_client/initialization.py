@@ -1,6 +1,7 @@
 """`initialize`: from a model and a config to an engine, step by step. If a step fails, all steps are undone.
 
-Owns the order of these steps. Must never leave a daemon, a session or a process group behind after an error.
+This module owns the order of these steps. It must never leave a daemon, a session or a process group behind after an
+error.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.section import Agreement
 from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
+from trainer_client.transport.attachments import Survival
+from trainer_client.transport.pinning import driver_of
 from trainer_client.transport.rank_store import RankStore
 from trainer_client.zero import external_parameters
 
@@ -169,7 +172,8 @@ def initialize(
         )
         if hasattr(args, "local_rank"):
             args.local_rank = without_optimizer.local_rank
-        # The annotation is for training loops, because types cannot show what the config has.
+        # A call without an optimizer returns None in its place. The type says otherwise, because the config decides
+        # it, which types cannot show, and training loops would have to check for None.
         returned: Any = (without_optimizer, None, None, None)
         result: tuple[Engine, StoreOptimizer, None, None] = returned
         return result
@@ -179,7 +183,7 @@ def initialize(
     scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
-        local_rank, device = join_processes(dist_init_required, distributed_port, processes)
+        local_rank, device = join_processes(settings, dist_init_required, distributed_port, processes)
         if hasattr(args, "local_rank"):
             args.local_rank = local_rank
         recorder = Recorder()
@@ -233,6 +237,7 @@ def initialize(
             param_init_fn=param_init_fn,
             weights=Weights(weights) if weights is not None else None,
             strict_weights=strict_weights,
+            are_rounded=settings.paramserver.initial_weights == "rounded",
         )
         user = UserObjects(
             module=model,
@@ -294,7 +299,7 @@ def _refuse_for_inference(**arguments: Any) -> None:
 def _config_source(
     args: Any, config: Mapping[str, Any] | str | Path | None, config_params: Mapping[str, Any] | str | Path | None
 ) -> Mapping[str, Any] | str | Path:
-    """Return the config from the argument that gives it. Raises ConfigError for none, or for two."""
+    """Return the config from the argument that gives it. Raise ConfigError for none, or for two."""
     if config is not None and config_params is not None:
         raise ConfigError("initialize(config=..., config_params=...) are two names of one argument: pass one")
     source = config if config is not None else config_params
@@ -402,7 +407,9 @@ def _connect(
     recorder: Recorder,
     resources: ExitStack,
 ) -> tuple[RankStore, LogContext]:
-    """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective.
+    """Open a session with the operator's daemon, or with one that the first rank of this node starts.
+
+    All ranks must call this.
 
     Return the store, and what this rank's log records carry from now on.
     """
@@ -412,8 +419,22 @@ def _connect(
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
     log_context.session = client
     trace_parent = None if settings.paramserver.telemetry is None else TraceParent()
+    section = settings.paramserver
+    survival = Survival(
+        timeout_seconds=section.reattach_timeout_seconds,
+        kept_bytes=int(section.kept_gradients),
+        is_loud=collectives.rank == 0,
+    )
     store = RankStore(
-        address, client, credentials, prefer_streams=prefer_streams, recorder=recorder, trace_parent=trace_parent
+        address,
+        client,
+        credentials,
+        prefer_streams=prefer_streams,
+        driver=None if prefer_streams else driver_of(collectives.device, settings.paramserver.pin_arena),
+        recorder=recorder,
+        survival=survival if section.reattach_timeout_seconds else None,
+        trace_parent=trace_parent,
+        on_rank_gone=collectives.rank_has_gone,
     )
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)

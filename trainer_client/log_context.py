@@ -2,7 +2,8 @@
 
 A program shows them with its formatter, for example `logging.Formatter("%(job)s %(step)s %(message)s")`, and formatters
 that write JSON show them by themselves. Records have them that an engine's thread writes, or a thread that the engine
-has started. Owns nothing but the filter. Must never touch a handler or a logger that is not this library's.
+has started. This module owns nothing but the filter. It must never touch a handler or a logger that is not this
+library's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The names of DeepSpeed that are not built here. They can be imported, and their use raises an error.
 
 Scripts import such names where they begin, often only for an `isinstance`. So the import works, and the error comes
-where the script needs what is missing. Must never let a missing feature be used without an effect.
+where the script needs what is missing. This module must never let a missing feature be used without an effect.
 """
 
 from __future__ import annotations

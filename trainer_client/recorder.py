@@ -1,7 +1,11 @@
 """The recorder of what a rank does and waits for: sums for the report of each step, and spans while a trace is taken.
 
-Owns what was recorded since the last step ended. Must never communicate, because a record may cost two readings of the
-clock and no more. All times are seconds of time.monotonic().
+This module owns what was recorded since the last step ended. It must never communicate, because a record may cost two
+readings of the clock and no more. All times are seconds of time.monotonic().
+
+[Note: work of a device] An accelerator does later what it is given, so a clock of the host around a kernel or a
+collective would measure how long its launch takes. Such work is measured by a stopwatch of the device, which reports
+when the work is done, mostly in the next step; the sums of that step have it.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ import enum
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 # The limit of spans in a trace, which is then some 50 MB of JSON. Later spans are left out, and the log says so.
 MAX_SPANS = 300_000
@@ -112,6 +118,23 @@ class StepSums:
     restarts: int = 0
 
 
+class Stopwatch(Protocol):
+    """A measurement that has begun."""
+
+    def stop(self, report: Callable[[float, float], None]) -> None:
+        """End it. `report` gets begin and end: at once, or when the device has done what it was given meanwhile."""
+
+
+class HostStopwatch:
+    """A measurement of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def stop(self, report: Callable[[float, float], None]) -> None:
+        report(self._began, time.monotonic())
+
+
 class Recorder:
     """The recorder of one rank. Its training thread calls it; any thread may call `moved`, `fetched`, `restarted`."""
 
@@ -125,7 +148,8 @@ class Recorder:
         # The lists of the traces that are being taken. A tuple that is replaced as a whole, because other threads
         # iterate over it.
         self._traces: tuple[list[Span], ...] = ()
-        self._computing: tuple[str, float] | None = None
+        self._computing: tuple[str, Stopwatch] | None = None
+        self._stopwatch: Callable[[], Stopwatch] = HostStopwatch
 
     @property
     def is_tracing(self) -> bool:
@@ -135,6 +159,10 @@ class Recorder:
     def step_began(self) -> float:
         """The begin of the step under way."""
         return self._sums.began
+
+    def measure_with(self, stopwatch: Callable[[], Stopwatch]) -> None:
+        """Measure computation with these from now on, because it is work of a device."""
+        self._stopwatch = stopwatch
 
     def enter_phase(self, name: str) -> None:
         """Begin a phase of the step, as phases.py names it; the former phase ends."""
@@ -152,12 +180,13 @@ class Recorder:
         """
         if not self._traces:
             return
-        now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT_NAME}"
+        name = None if part is None else f"{part} {unit or ROOT_NAME}"
         if self._computing is not None:
-            if self._computing[0] == name:
+            former, stopwatch = self._computing
+            if former == name:
                 return
-            self._note(COMPUTE_ROW, *self._computing, now)
-        self._computing = None if name is None else (name, now)
+            stopwatch.stop(partial(self._note, COMPUTE_ROW, former))
+        self._computing = None if name is None else (name, self._stopwatch())
 
     def stalled(self, cause: Cause, where: str, began: float, ended: float) -> None:
         """Add a wait of this rank, from `began` to `ended`; `where` is the unit or collective."""
@@ -186,9 +215,9 @@ class Recorder:
             self._sums.gather_seconds[self._phase] += ended - began - (self._stalled_ever - stalled)
             self._note(GATHERS_ROW, unit or ROOT_NAME, began, ended)
 
-    def moved(self, link: Link, where: str, nbytes: int, began: float) -> None:
-        """Add bytes that were moved between the time `began` and now. Any thread may call this."""
-        ended = time.monotonic()
+    def moved(self, link: Link, where: str, nbytes: int, began: float, ended: float | None = None) -> None:
+        """Add bytes that were moved between the times `began` and `ended` (now, if None). Any thread may call this."""
+        ended = time.monotonic() if ended is None else ended
         with self._moving:
             self._sums.link_bytes[link] += nbytes
             self._sums.link_seconds[link] += ended - began
@@ -224,7 +253,7 @@ class Recorder:
         self.compute(None)
         self._traces = tuple(kept for kept in self._traces if kept is not spans)
         if self._traces and computing is not None:
-            self._computing = (computing[0], time.monotonic())
+            self._computing = (computing[0], self._stopwatch())
         return spans
 
     def _note(self, row: str, name: str, began: float, ended: float, nbytes: int = 0) -> None:

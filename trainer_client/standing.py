@@ -1,7 +1,7 @@
 """The standing of a config key: whether the library honours it, accepts it without effect, or refuses it.
 
-A key without one of these marks in its annotation is honoured. Must never read a config: the sections carry the marks,
-and config/without_effect.py and config/reference.py read them.
+A key without one of these marks in its annotation is honoured. This module must never read a config: the sections carry
+the marks, and config/without_effect.py and config/reference.py read them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def is_at_most_one(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutEffect:
-    """The mark of a key that is accepted and changes nothing, because it cannot change results.
+    """The mark of a key that is accepted and changes nothing.
+
+    Results are the same with it, or it would only round them more, as states in bf16 do.
 
     Attributes:
         why: why the key has no effect here, as a clause without a full stop. Keys with one reason share its text.

@@ -1,7 +1,7 @@
 """The optimizer in the form in which the training loop uses it: parameter groups and hyper-parameters, without states.
 
-Owns the parameter groups, which torch's LR schedulers change, and the set of parameters that have optimizer states. The
-store has the states and does the arithmetic. Must never touch a parameter's values.
+This module owns the parameter groups, which torch's LR schedulers change, and the set of parameters that have optimizer
+states. The store has the states and does the arithmetic. This module must never touch a parameter's values.
 """
 
 from __future__ import annotations

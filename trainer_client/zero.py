@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.zero`: building a model without its memory, and using parameters that are not there.
 
-Owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or is refused
-with the reason. The work is done in initial/deferred_init.py, initial/early_values.py and access.py.
+This module owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or
+is refused with the reason. The work is done in initial/deferred_init.py, initial/early_values.py and access.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
 from trainer_client.initial.early_values import early_values
-from trainer_client.model.availability import ZeroParamStatus, show_status
+from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status
 from trainer_client.model.owners import owner_of
 from trainer_client.not_built import NotBuilt
 
@@ -78,6 +78,8 @@ class Init:
     The initial values depend only on the seed and the order of construction, so they are the same for every number of
     ranks. All ranks have to build the model alike. If the model's dtype is changed, that has to happen within the
     context. A constructor that needs a tensor's values gets them, because its recipe is then replayed at once.
+
+    As with DeepSpeed, the ranks that a launcher has started join their process group here, if they have not before.
 
     A context within another one only sets the dtype. A model that is passed to `initialize` within a context is
     finished there.
@@ -144,6 +146,10 @@ class Init:
             raise ConfigError(f"zero.Init(seed={seed}): write a number in [0, 2**63)")
         source = config if config is not None else config_dict_or_path
         zero = None if source is None else load_config(source, os.environ).zero_optimization
+        if enabled and "RANK" in os.environ:
+            if not comm.is_initialized():
+                comm.init_distributed()
+            comm.require_launched_group()
         self._checks = zero is not None and zero.enable_sanity_checks
         self._enabled = enabled
         self._dtype = dtype
@@ -182,6 +188,7 @@ class Init:
         """Give a new parameter of a module DeepSpeed's attributes if it has no values."""
         if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
             show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+            show_part(parameter, part_of(-(-parameter.numel() // comm.get_world_size()), parameter.dtype))
             if self._checks:
                 vars(parameter)[_CHECKED] = True
 
@@ -193,7 +200,7 @@ def _log_without_effect(argument: str) -> None:
 
 
 class GatheredParameters:
-    """A context in which parameters are whole, for reading, or for one rank to change. A collective.
+    """A context in which parameters are whole, for reading, or for one rank to change. All ranks must call this.
 
     It enters `engine.gathered` of each engine that has some of the parameters. Parameters of a model that was built
     under `zero.Init` and has no engine yet get their initial values in host memory; after a change they keep them until
@@ -256,7 +263,7 @@ class GatheredParameters:
             yield from tensors
 
     def _report_lost(self, changed: list[torch.Tensor]) -> None:
-        """Say that changes are lost. Raises RuntimeError if the config asks for that."""
+        """Say that changes are lost. Raise RuntimeError if the config asks for that."""
         shapes = ", ".join(str(list(tensor.shape)) for tensor in changed)
         message = (
             f"in-place modification of parameters of shape {shapes} within GatheredParameters(modifier_rank=None): no "
@@ -306,7 +313,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 @contextmanager
 def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
-    """Gather all parameters of an engine's model once for several forwards within the context. A collective.
+    """Gather all parameters of an engine's model once for several forwards within the context.
+
+    All ranks must call this.
 
     Yields:
         The engine. `engine.module.generate` gathers nothing more meanwhile.

@@ -1,4 +1,7 @@
-"""The machine of a result: hardware, kernel, file system and software. Must never name the host or a path."""
+"""The machine of a result: hardware, kernel, file system and software.
+
+This module must never name the host or a path.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 GB = 1e9
 
-# Called with a line of text that says what is being measured.
+# A function that shows its argument, a line of text that says what is being measured.
 Progress = Callable[[str], None]
 
 
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One comparison. Each callable does one run; `ours` gets the number of the round, from 0.
+    """One comparison. `fio` and `ours` each make one run; `ours` gets the number of the round, from 0.
 
     `fio` is None if fio is not installed.
     """

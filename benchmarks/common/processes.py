@@ -1,4 +1,7 @@
-"""Measurements of the memory, CPU time and disk traffic of a process and its children. Must never change them."""
+"""Measurements of the memory, CPU time and disk traffic of a process and its children.
+
+This module must never change these processes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ class Memory:
     """Proportional memory (PSS) in bytes: a shared page is divided between the processes that map it.
 
     Attributes:
-        main: the memory of the process itself, the trainer.
-        children: the memory of all its descendants, the store daemon.
+        main: the memory of the process itself, which is the trainer.
+        children: the memory of all its descendants; the store daemon is one of them.
     """
 
     main: int
@@ -39,7 +42,7 @@ class Use:
     bytes_written: int
 
     def since(self, before: Use) -> Use:
-        """Return what was used after `before` was read."""
+        """Return the resources that were used since `before` was read."""
         return Use(
             main_cpu_seconds=self.main_cpu_seconds - before.main_cpu_seconds,
             children_cpu_seconds=self.children_cpu_seconds - before.children_cpu_seconds,
@@ -59,7 +62,10 @@ class ProcessTree:
         return Memory(main=_pss_bytes(self._main), children=sum(map(_pss_bytes, self._children())))
 
     def use(self) -> Use:
-        """Return the use until now. The bytes are those of the disks, with and without the page cache."""
+        """Return the use until now.
+
+        The bytes are those that the disks read and wrote, on behalf of the page cache or of direct I/O.
+        """
         children = self._children()
         moved = [process.io_counters() for process in (self._main, *children)]
         return Use(
@@ -97,11 +103,11 @@ class MemoryWatch:
             try:
                 self.peak = larger(self.peak, self._tree.memory())
             except psutil.NoSuchProcess:
-                return  # The thread that waits for the process's answer reports its end.
+                return  # The process has ended. The thread that waits for its answer reports that.
 
 
 def larger(one: Memory, other: Memory) -> Memory:
-    """Return the one with the larger total."""
+    """Return that of the two whose total is larger."""
     return max(one, other, key=lambda memory: memory.total)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 HERE = Path(__file__).parents[1]
 INTRODUCTION = """# Results
 
@@ -15,6 +17,15 @@ Measured by `make bench-storage`, `bench-commits`, `bench-catalog`, `bench-datap
 `bench-moe`, `bench-small`, `bench-inference` and `bench-plan`, which replace their sections. All samples are in
 `results/`. Ratios compare runs that took turns; the rates themselves are of one machine on one day.
 """
+
+
+def conclude(
+    name: str, title: str, result: dict[str, Any], body: str, repeat: str, *, as_json: bool, results: bool
+) -> None:
+    """Print a result, as a JSON object or as `body`, and keep it if `results` is true; for the rest see `store`."""
+    if results:
+        store(name, title, result, body, repeat)
+    typer.echo(json.dumps(result, indent=1) if as_json else body)
 
 
 def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str, directory: Path = HERE) -> None:

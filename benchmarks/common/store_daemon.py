@@ -20,7 +20,7 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreDaemon:
-    """A daemon that serves."""
+    """A running store daemon, which accepts calls."""
 
     address: str  # The TCP address, HOST:PORT.
     socket_address: str  # The UNIX socket, unix:PATH.

@@ -8,7 +8,7 @@ The result is one JSON object:
     health check that another process calls every 10 ms). The phases are `open` a new job, `put` all tensors in one
     call, `commit`, `update` (put and commit one tensor), `list` all tensors, `read` (open a reader), `get` all tensors
     in one call, `shards` (ListShards, all pages), `reopen` the job after a restart of the daemon, `delete`
-  - `loop_stalls`, `longest_loop_stall_seconds`: stalls that the daemon's own watch saw; 0: none above 0.1 s
+  - `loop_stalls`, `longest_loop_stall_seconds`: stalls that the daemon's own watch saw; 0 if none was above 0.1 s
   - `restart_seconds`: the time until a daemon that was stopped with these tensors serves again
   - `private_bytes_per_tensor`: the daemon's private memory for each tensor, after the commit and after the restart
 
@@ -252,9 +252,10 @@ def main(
     except (BenchmarkError, TrainerClientError, OSError) as error:
         typer.echo(f"bench-small: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("small_tensors", "Small tensors", result, markdown(result), "make bench-small")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude(
+        "small_tensors", "Small tensors", result, body, "make bench-small", as_json=as_json, results=results
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Run as a module from the root of the repository: `python -m benchmarks.dataplane
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,9 +113,8 @@ def main(
     except (BenchmarkError, TrainerClientError, OSError) as error:
         typer.echo(f"bench-dataplane: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("dataplane", "Data plane", result, markdown(result), "make bench-dataplane")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude("dataplane", "Data plane", result, body, "make bench-dataplane", as_json=as_json, results=results)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Contestant:
         self.pid = self._process.pid
 
     def wait(self) -> dict[str, Any]:
-        """Return the next answer. Raises BenchmarkError if the process has ended."""
+        """Return the next answer. Raise BenchmarkError if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -290,9 +290,8 @@ def main(
     except (BenchmarkError, TrainerClientError, OSError) as error:
         typer.echo(f"bench-inference: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("inference", "Inference", result, markdown(result), "make bench-inference")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude("inference", "Inference", result, body, "make bench-inference", as_json=as_json, results=results)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 def measure(jobs: Sequence[Job], directory: Path, progress: Progress, *, with_time: bool) -> dict[str, Any]:
-    """Plan and run all jobs, one after the other, and return the result. Raises BenchmarkError.
+    """Plan and run all jobs, one after the other, and return the result. It can raise BenchmarkError.
 
     Args:
         with_time: whether the seconds of a step are compared, too.
@@ -127,7 +127,7 @@ def _plan(job: Job, place: Path, *, with_probe: bool) -> dict[str, Any]:
 
 
 def _run(arguments: list[str]) -> str:
-    """Run a verb of `paramserver` and return its output. Raises BenchmarkError."""
+    """Run a verb of `paramserver` and return its output. It can raise BenchmarkError."""
     removed = ("PARAMSERVER_ADDRESS", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     ended = subprocess.run(
@@ -193,9 +193,8 @@ def main(
     except (BenchmarkError, OSError, subprocess.TimeoutExpired) as error:
         typer.echo(f"bench-plan: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("plan", "The plan of a job", result, markdown(result), "make bench-plan")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude("plan", "The plan of a job", result, body, "make bench-plan", as_json=as_json, results=results)
 
 
 if __name__ == "__main__":

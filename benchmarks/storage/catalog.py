@@ -10,10 +10,11 @@ of the jobs is large, all others are equal. The result is one JSON object:
   set, which includes libraries)
 - `answers`: for each call `seconds` (all samples), `median_seconds`, and `longest_answer_seconds` (the slowest answer
   to a health check that another process calls every 10 ms meanwhile). The calls are `jobs` (ListJobs), `shards of a
-  job` and `shards of the large job` (ListShards, all pages), `tiers`, `accounts`, `metrics` (a scrape), `commit` (one
-  tensor is put and committed), and `delete` of a small job; `jobs, admin tool` and `shards, admin tool` are the
-  commands from their start to their end
-- `loop_stalls`, `longest_loop_stall_seconds`: stalls that the daemon's own watch saw; 0: none above 0.1 s
+  job` and `shards of the large job` (ListShards, all pages), `tiers`, `accounts`, `metrics` (a scrape), `page` (the
+  figures of the page), `all at once` (each of these, by a client of its own, from the first call to the last answer),
+  `commit` (one tensor is put and committed), and `delete` of a small job; `jobs, admin tool` and `shards, admin tool`
+  are the commands from their start to their end
+- `loop_stalls`, `longest_loop_stall_seconds`: stalls that the daemon's own watch saw; 0 if none was above 0.1 s
 
 Run as a module from the root of the repository: `python -m benchmarks.storage.catalog`.
 """
@@ -29,7 +30,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -172,13 +174,19 @@ def _ask(daemon: StoreDaemon, size: Size, metrics: str, answers: Answers) -> Non
     """Make all calls, and check the number of jobs and shards that they return."""
     with ExitStack() as cleanup:
         admin = cleanup.enter_context(_admin(daemon))
-        answers.take("jobs", lambda: _expect("jobs", size.jobs, len(admin.ListJobs(admin_pb.ListJobsRequest()).jobs)))
-        shards = size.tensors * len(SLABS)
-        answers.take("shards of a job", lambda: _list_shards(admin, "run-00001", shards))
-        answers.take("shards of the large job", lambda: _list_shards(admin, LARGE_JOB, size.large_tensors * len(SLABS)))
-        answers.take("tiers", lambda: admin.GetTiers(admin_pb.GetTiersRequest()))
-        answers.take("accounts", lambda: admin.GetAccounts(admin_pb.GetAccountsRequest()))
-        answers.take("metrics", lambda: _scrape(metrics, size.jobs))
+        large_shards = size.large_tensors * len(SLABS)
+        readings: dict[str, Callable[[], object]] = {
+            "jobs": lambda: _expect("jobs", size.jobs, len(admin.ListJobs(admin_pb.ListJobsRequest()).jobs)),
+            "shards of a job": lambda: _list_shards(admin, "run-00001", size.tensors * len(SLABS)),
+            "shards of the large job": lambda: _list_shards(admin, LARGE_JOB, large_shards),
+            "tiers": lambda: admin.GetTiers(admin_pb.GetTiersRequest()),
+            "accounts": lambda: _check_accounts(admin),
+            "metrics": lambda: _scrape(metrics, size.jobs),
+            "page": lambda: _expect("jobs in the page", size.jobs, json.loads(_get(metrics, "/data.json"))["all_jobs"]),
+        }
+        for name, reading in readings.items():
+            answers.take(name, reading)
+        answers.take("all at once", lambda: _call_all(readings.values()))
         for verb, arguments in (("jobs", ["jobs"]), ("shards", ["shards", LARGE_JOB])):
             answers.take(f"{verb}, admin tool", partial(_run_admin_tool, daemon, arguments), 3)
         store = cleanup.enter_context(StoreClientSync.connect(daemon.socket_address))
@@ -205,9 +213,25 @@ def _list_shards(admin: Any, job: str, shards: int) -> None:
     _expect(f"shards of job {job}", shards, found)
 
 
+def _check_accounts(admin: Any) -> None:
+    for account in admin.GetAccounts(admin_pb.GetAccountsRequest()).accounts:
+        _expect("bytes without a holder", 0, account.unexplained_bytes)
+
+
+def _call_all(calls: Collection[Callable[[], object]]) -> None:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for called in [pool.submit(call) for call in calls]:
+            called.result()
+
+
+def _get(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=DEADLINE_SECONDS) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
 def _scrape(address: str, jobs: int) -> None:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=DEADLINE_SECONDS) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = _get(address, "/metrics").splitlines()
     (figure,) = (line for line in lines if line.startswith("paramserver_jobs "))
     _expect("jobs in the metrics", jobs, round(float(figure.split()[1])))
 
@@ -276,9 +300,8 @@ def main(
     except (BenchmarkError, StorageError, TrainerClientError, OSError, subprocess.CalledProcessError) as error:
         typer.echo(f"bench-catalog: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("catalog", "A large catalog", result, markdown(result), "make bench-catalog")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude("catalog", "A large catalog", result, body, "make bench-catalog", as_json=as_json, results=results)
 
 
 if __name__ == "__main__":

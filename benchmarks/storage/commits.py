@@ -14,7 +14,6 @@ Run as a module from the root of the repository: `python -m benchmarks.storage.c
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -152,9 +151,16 @@ def main(
     except (BenchmarkError, StorageError, OSError) as error:
         typer.echo(f"bench-commits: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("commits", "Many commits", result, markdown(result), f"make bench-commits N={commits}")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude(
+        "commits",
+        "Many commits",
+        result,
+        body,
+        f"make bench-commits N={commits}",
+        as_json=as_json,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

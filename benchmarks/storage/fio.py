@@ -1,4 +1,4 @@
-"""Runs of fio, to which the NVMe tier is compared, and their results. Owns fio's command line.
+"""Runs of fio, to which the NVMe tier is compared, and their results. This module owns fio's command line.
 
 fio does the same as the tier: several threads make blocking requests (psync) that bypass the page cache.
 """

@@ -13,7 +13,6 @@ Run as a module from the root of the repository: `python -m benchmarks.storage.t
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -156,9 +155,16 @@ def main(
     except (BenchmarkError, StorageError, OSError) as error:
         typer.echo(f"bench-storage: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("storage", "NVMe tier and engine", result, markdown(result), "make bench-storage")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    body = markdown(result)
+    report.conclude(
+        "storage",
+        "NVMe tier and engine",
+        result,
+        body,
+        "make bench-storage",
+        as_json=as_json,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

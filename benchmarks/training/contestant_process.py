@@ -1,6 +1,6 @@
 """The benchmark's end of a contestant's process: it orders steps, and receives their times and costs.
 
-Owns the process and its log. The process ends when its stdin does, so also when the benchmark is killed.
+This module owns the process and its log. The process ends when its stdin does, so also when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Running:
     """A contestant's process."""
 
     def __init__(self, entry: Entry, task: TrainingTask, directory: Path) -> None:
-        """Start the process, and wait until its model is ready. Raises ContestantError if that fails."""
+        """Start the process, and wait until its model is ready. Raise ContestantError if that fails."""
         self.entry = entry
         self._log_path = directory / "contestant.log"
         spec = {"kind": entry.kind, "task": asdict(task), "config": entry.config_in(directory)}

@@ -1,6 +1,7 @@
 """The models of the training benchmarks, and their data.
 
-Must never import the project, because DeepSpeed's environment, which lacks its dependencies, imports this module.
+This module must never import the project, because DeepSpeed's environment, which lacks its dependencies, imports this
+module.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Side:
 
 @contextmanager
 def read_all_the_time(address: str) -> Iterator[None]:
-    """Have another process read the endpoint within the context. Raises CalledProcessError if a read fails."""
+    """Have another process read the endpoint within the context. Raise CalledProcessError if a read fails."""
     with subprocess.Popen(
         [sys.executable, "-c", READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reader:

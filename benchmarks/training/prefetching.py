@@ -22,7 +22,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -76,7 +75,7 @@ def measure(
     steps: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Measure all models, one after the other, and return the result; see the module. Raises BenchmarkError."""
+    """Measure all models, one after the other, and return the result; see the module. It can raise BenchmarkError."""
     models: dict[str, Any] = {}
     for model in MODELS:
         task = task_of[model.kind]
@@ -213,9 +212,7 @@ def main(
     except (BenchmarkError, OSError) as error:
         typer.echo(f"bench-moe: {error}", err=True)
         raise typer.Exit(1) from None
-    if results:
-        report.store("moe", "Prefetching", result, markdown(result), "make bench-moe")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+    report.conclude("moe", "Prefetching", result, markdown(result), "make bench-moe", as_json=as_json, results=results)
 
 
 if __name__ == "__main__":

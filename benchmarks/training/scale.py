@@ -16,7 +16,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +58,7 @@ def host_budget_bytes(task: TrainingTask) -> int:
 def measure(
     tasks: Sequence[TrainingTask], directory: Path, *, rounds: int, steps: int, progress: Progress
 ) -> dict[str, Any]:
-    """Measure all sizes, one after the other, and return the result; see the module. Raises BenchmarkError."""
+    """Measure all sizes, one after the other, and return the result; see the module. It can raise BenchmarkError."""
     sizes = []
     for task in tasks:
         size, budget = task.gpt2_parameters, host_budget_bytes(task)
@@ -154,10 +153,18 @@ def main(
     except (BenchmarkError, OSError) as error:
         typer.echo(f"bench-scale: {error}", err=True)
         raise typer.Exit(1) from None
+    body = markdown(result)
+    report.conclude(
+        "scale",
+        "Cost by size of the model",
+        result,
+        body,
+        "make bench-scale",
+        as_json=as_json,
+        results=results,
+    )
     if results:
-        report.store("scale", "Cost by size of the model", result, markdown(result), "make bench-scale")
         plots.draw("scale", result, report.HERE / "results" / "scale.svg")
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -184,9 +183,7 @@ def main(
         typer.echo(f"bench-step: {error}", err=True)
         raise typer.Exit(1) from None
     body = tables.markdown(result)
-    if results:
-        report.store("step", "A training step", result, body, "make bench-step")
-    typer.echo(json.dumps(result, indent=1) if as_json else body)
+    report.conclude("step", "A training step", result, body, "make bench-step", as_json=as_json, results=results)
 
 
 def _environment(directory: Path | None, progress: Progress) -> DeepSpeedEnvironment | str | None:

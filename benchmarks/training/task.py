@@ -1,6 +1,6 @@
 """The task that all contestants of a benchmark share: the shapes of model and data, and the hyper-parameters.
 
-Must need nothing but the standard library, because DeepSpeed's environment imports this module, too.
+This module must need nothing but the standard library, because DeepSpeed's environment imports this module, too.
 """
 
 from __future__ import annotations

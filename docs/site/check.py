@@ -1,7 +1,7 @@
 """Checks of the built site: `python -m docs.site.check DIRECTORY` ends with 1 where a page does not hold what it says.
 
 Every relative link has its file and its anchor, and no page loads anything from another host: no style, script, font or
-picture. Links that a reader may click lead where they like. Must never use the network.
+picture. Links that a reader may click lead where they like. This module must never use the network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sphinx's settings for the documentation site, which `make docs` builds from the pages as they are on disk.
 
 The source directory is the root of the repository, so that the relative links of the pages are the same on disk, on a
-code host and on the site. Must never load anything from outside at view time: the theme brings its own styles, and no
-page has a font or a script of another host.
+code host and on the site. This module must never load anything from outside at view time: the theme brings its own
+styles, and no page has a font or a script of another host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The generated pages of docs/reference: `python -m docs.site.reference [--check]`.
 
-Makes command-line.md from the parsers of both commands, and rpc.md from the comments of the .proto files. Owns these
-pages as a whole. Must never read what a terminal shows: its width and its colours would come into the pages.
+This module makes command-line.md from the parsers of both commands, and rpc.md from the comments of the .proto files.
+It owns these pages as a whole. It must never read what a terminal shows: its width and its colours would come into the
+pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The journal of a launch, read while its ranks write it.
 
-Owns no process. The files are those that `train_gpt2.py --journal` writes: one for each rank, one JSON object a line.
+This module owns no process. The files are those that `train_gpt2.py --journal` writes: one for each rank, one JSON
+object a line.
 """
 
 from __future__ import annotations

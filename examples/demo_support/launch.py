@@ -1,6 +1,7 @@
 """One launch of the trainer: torchrun and its ranks, observed through their journal.
 
-Owns the processes. All of them have ended when the context ends, also after an error. Each is ended by its own id.
+This module owns the processes. All of them have ended when the context ends, also after an error. Each is ended by its
+own id.
 """
 
 from __future__ import annotations

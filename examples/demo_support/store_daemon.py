@@ -1,7 +1,7 @@
 """The store daemon as a child process, and the calls of the admin tool.
 
-Owns the process. It ends with the context, and also if the demo is killed, because the daemon stops when its standard
-input, a pipe from the demo, ends.
+This module owns the process. It ends with the context, and also if the demo is killed, because the daemon stops when
+its standard input, a pipe from the demo, ends.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StoreDaemon:
         self._stop()
 
     def check(self) -> None:
-        """Read the memory use. Raises DemoError if the daemon has stopped."""
+        """Read the memory use. Raise DemoError if the daemon has stopped."""
         if (code := self._process.poll()) is not None:
             raise DemoError(
                 f"the store daemon stopped with exit code {code}; its log ends:\n{log_tail(self._log_path)}"
@@ -128,7 +128,7 @@ class StoreDaemon:
         subprocess.run(self._admin_command(verb), check=True)
 
     def query(self, verb: str) -> Any:
-        """Return the parsed output of `paramserver-admin VERB --json`. Raises DemoError if the command fails."""
+        """Return the parsed output of `paramserver-admin VERB --json`. Raise DemoError if the command fails."""
         result = subprocess.run([*self._admin_command(verb), "--json"], check=False, capture_output=True, text=True)
         if result.returncode != 0:
             raise DemoError(f"paramserver-admin {verb} --json failed: {result.stderr.strip()}")

@@ -1,1 +1,1 @@
-"""The operator's command `paramserver-admin`: one file per verb; all of them print through printers.py."""
+"""The operator's command `paramserver-admin`: one file per verb. All verbs print through printers.py."""

@@ -25,8 +25,8 @@ def accounts(
 ) -> None:
     """Show who holds the used bytes of each tier.
 
-    The exit status is 1 if at no time during the wait did jobs, readers and sessions explain every used byte. What they
-    do not explain was leaked.
+    The exit status is 1 if at no time during the wait did jobs, readers and sessions explain every used byte. The
+    remaining bytes were leaked.
     """
 
     def read(store: Any, _: str) -> admin_pb.GetAccountsResponse:

@@ -100,7 +100,7 @@ _VERBS: Sequence[tuple[str, Callable[..., None], Sequence[str]]] = (
 
 
 def _examples(verb: str, arguments: Sequence[str]) -> str:
-    # The character \b keeps the line ends.
+    # The character \b makes click print the lines of a paragraph as they are, without joining them.
     lines = [f"  paramserver-admin {verb} {argument}".rstrip() for argument in arguments]
     return "\n".join(["\b", "Examples:", *lines])
 

@@ -1,7 +1,7 @@
 """The names that the shell offers for an argument: the jobs that the daemons have.
 
-Must never fail or wait long, because the shell calls it while a person types. Must never offer a name that the shell
-would act upon, because the shell puts it into the command line as it is.
+This module must never fail or wait long, because the shell calls it while a person types. It must never offer a name
+that the shell would act upon, because the shell puts it into the command line as it is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _SAFE = re.compile(r"[\w.,/@%+=-]+", re.ASCII)
 
 
 def job_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of jobs that begin with what was typed, without those with characters that a shell acts upon."""
+    """Return the names of jobs that begin with the typed text, without names that a shell would interpret."""
     parent: dict[str, Any] = context.parent.params if context.parent is not None else {}
-    # Whatever is wrong with the address or a file, the shell offers nothing, and the call says later what is wrong.
+    # If the address or a file cannot be used, the shell offers no names. The command itself reports the error when it
+    # is called.
     with contextlib.suppress(typer.Exit), contextlib.redirect_stderr(io.StringIO()):
         CREDENTIALS.set(Credentials(**{key: value for key, value in parent.items() if key in Credentials.__slots__}))
         answers = ask(

@@ -21,11 +21,13 @@ from paramserver.contract.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 DEADLINE_SECONDS = 10.0
-# A deletion waits for the commit under way, which may wait for a device until device_timeout_seconds.
+# The deadline of a deletion, which waits for the commit under way. The commit may wait for a device until
+# device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0
-# A walk over all shards of a large job takes seconds, because the daemon serves its clients meanwhile.
+# The deadline of a call that visits all shards of a large job. The daemon takes seconds for it, because it serves its
+# clients meanwhile.
 WALK_DEADLINE_SECONDS = 60.0
-# Bytes of a step that are in host memory only are written to NVMe before the step is kept.
+# The deadline of keeping a step. The daemon first writes to NVMe the bytes of the step that it has in host memory only.
 KEEPING_DEADLINE_SECONDS = 600.0
 
 ADDRESS_MISSING = f"give the daemon's address with --address or ${ADDRESS_VARIABLE}"
@@ -61,8 +63,8 @@ class Credentials:
 
         Raises:
             UnreachableError: the directory of the socket cannot be used.
-            typer.Exit: the address or a file cannot be used, or the token would cross the network unencrypted. The
-                reason was printed.
+            typer.Exit: the address or a file cannot be used, or the token would cross the network unencrypted. This
+                method has printed the reason.
         """
         token = None if self.token_file is None else _read(self.token_file).decode(errors="replace").strip()
         local = is_socket(address)
@@ -116,8 +118,8 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except (BrokenPipeError, KeyboardInterrupt):
-        # The program that reads the output may have ended (`| head`). The output goes to /dev/null from here, so that
-        # the interpreter's last flush cannot fail.
+        # The program that reads the output may have ended (`| head`). From here on the output goes to /dev/null, so
+        # that the flush at the interpreter's end cannot fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
@@ -128,8 +130,8 @@ def channel_for(address: str) -> grpc.Channel:
 
 
 def explained(error: grpc.RpcError, address: str) -> str:
-    """Return the status of a failed call and what it means, as one line that may quote names."""
-    # Every RpcError that a call raises is a grpc.Call, too; the type stubs lack that.
+    """Return the status of a failed call and its meaning, as one line of text that may quote names."""
+    # Every RpcError that a call raises is a grpc.Call, too, but the type stubs do not say so.
     assert isinstance(error, grpc.Call)
     details = with_real_paths(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE:

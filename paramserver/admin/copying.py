@@ -1,7 +1,7 @@
 """The verbs `paramserver-admin copy`, `backup` and `restore`.
 
-They read and write tensors, so they are clients of the data side. What they do is in `trainer_client.copying`, above
-this package, and is imported when one of them is called.
+They read and write tensors, so they are clients of the data side. Their work is done in `trainer_client.copying`, a
+package above this one, which is imported when one of them is called.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def restore(
 ) -> None:
     """Put a step of a backup into a daemon as the newest step of its job, so that training can go on from there.
 
-    The daemon need not be the one that the backup was made of. It has the whole step at the end, or nothing of it.
+    The daemon does not have to be the one from which the backup was made. It has the whole step at the end, or nothing
+    of it.
     """
     with _client(_UNFINISHED) as verbs, _progress("restore") as on_progress:
         result = verbs.restore(
@@ -125,7 +126,7 @@ def _client(after_interrupt: str) -> Iterator[Any]:
     """Yield the module with these verbs, and end the program with one line and a status if it raises an error.
 
     Args:
-        after_interrupt: what there is after Ctrl-C, for the message.
+        after_interrupt: the text that the message shows after Ctrl-C: what the target has then.
     """
     verbs = importlib.import_module("trainer_client.copying.verbs")
     try:
@@ -152,7 +153,10 @@ def _credentials(verbs: Any, given: Credentials) -> Any:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[Any], None]]:
-    """Show a bar on standard error if that is a terminal, until the context ends; yield what moves it."""
+    """Show a bar on standard error if that is a terminal, until the context ends.
+
+    Yield the function that advances it.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(

@@ -30,7 +30,7 @@ def import_checkpoint(context: typer.Context) -> None:
 
 
 def _call(module: str, arguments: list[str]) -> None:
-    """Call the verb with the credentials of the options before it, which its own options win over."""
+    """Call the verb with the credentials of the options before it, which the verb's own options override."""
     given = CREDENTIALS.get()
     files = {
         "--token-file": given.token_file,

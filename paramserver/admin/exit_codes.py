@@ -21,7 +21,7 @@ class ExitCode(enum.IntEnum):
     """Of several daemons, some did what the verb says, and others did not."""
 
     BAD_STATE = 4
-    """The verb was carried out, and what it looks for is not well: damage, or a daemon that is not ready to stop."""
+    """The verb was carried out, and found a bad state: damage, or a daemon that is not ready to stop."""
 
     INTERRUPTED = 130
     """Ctrl-C, or the program that read the output has ended."""

@@ -31,7 +31,7 @@ def fsck(
     The exit status is 4 if the catalog or a data file is damaged, and 1 if they cannot be checked, for example because
     a daemon uses them. Data files are only read.
     """
-    # These modules import torch, which takes a second, and no other verb needs it.
+    # These modules import torch, which takes a second. No other verb needs torch, so they are imported here.
     from storage.errors import DataLossError, StorageError
     from storage.fsck import StateCheck, check_state
 

@@ -29,7 +29,10 @@ def jobs(
 
 
 def limited_table(jobs: Sequence[admin_pb.JobInfo], limit: int) -> RenderableType:
-    """Return a table of the first `limit` jobs, all if 0. The limit exists because rich needs 1 ms for each row."""
+    """Return a table of the first `limit` jobs; of all jobs if it is 0.
+
+    The limit exists because rich needs 1 ms for each row.
+    """
     if not limit or len(jobs) <= limit:
         return tables.jobs_table(jobs)
     note = f"Only the first {limit} of {len(jobs)} jobs are shown: --limit 0 shows all, --json has all."

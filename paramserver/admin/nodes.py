@@ -1,7 +1,8 @@
-"""One question to one daemon, or to several at the same time, and what is printed of their answers.
+"""One question to one daemon, or to several at the same time, and the printing of their answers.
 
-Owns the forms of the output: of one daemon its answer, of several each answer with its address and then their total.
-Must never hide that a daemon did not answer: it is named on standard error, and the exit status says so.
+This module owns the forms of the output. For one daemon it prints the answer. For several it prints each answer with
+its address, and then their total. It must never hide that a daemon did not answer: it prints the daemon's address on
+standard error, and the exit status tells of the failure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ResultT = TypeVar("ResultT")
 
-# The daemons that are asked at the same time.
+# The most daemons that are asked at the same time. Each takes a thread.
 MOST_AT_ONCE = 64
 
 
@@ -52,7 +53,7 @@ class Question(Generic[ResultT]):
     """A question to daemons, and the forms of its answer.
 
     Attributes:
-        call: asks one daemon, whose address it gets, too.
+        call: asks one daemon. It gets the daemon's stub and its address.
         show: returns the answer for people.
         values: returns the answer as values for JSON.
         total: returns the answer of all daemons together; None: such answers cannot be added.
@@ -85,12 +86,15 @@ def addresses_of(option: str | None) -> Sequence[str]:
 
 
 def is_several(option: str | None) -> bool:
-    """Return whether the output has the form for several daemons. A file may name only one, and yet has that form."""
+    """Return whether the output has the form for several daemons. It has this form also if a file names only one."""
     return bool(option) and ("," in (option or "") or (option or "").startswith("@"))
 
 
 def only_one(option: str | None, what: str) -> str:
-    """Return the only address of an option. `what` names what works with one daemon only, for the error."""
+    """Return the only address of an option.
+
+    `what` names the verb that works with one daemon only, for the error text.
+    """
     addresses = addresses_of(option)
     if len(addresses) > 1:
         fail(f"{what} asks one daemon, and --address names {len(addresses)}; name one of them")
@@ -142,7 +146,7 @@ def ask(addresses: Sequence[str], call: Callable[[Any, str], ResultT]) -> Sequen
                 asked.append(threads.submit(contextvars.copy_context().run, ask_one, address))
             return [one.result() for one in asked]
         except KeyboardInterrupt:
-            # The end of the channels ends the calls, for which the threads wait.
+            # The threads wait for their calls, which end when the channels are closed.
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         finally:
             for channel in list(channels.values()):

@@ -1,7 +1,7 @@
 """Text and tables for people, and JSON for programs. What the tables show is in tables.py.
 
-Names come from clients, so every cell, title and line goes through `text`. Must never pass a plain string to rich,
-because rich would interpret markup and emoji codes in it.
+Names come from clients, so every cell, title and line goes through `text`. This module must never pass a plain string
+to rich, because rich would interpret markup and emoji codes in it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def console() -> Console:
 
 
 def new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    """Return a table without rows; the columns in `left` have text, and the others figures."""
+    """Return a table without rows. The columns in `left` hold text, and the other columns hold figures."""
     table = Table(title=text(title, "table.title"), title_justify="left", header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")

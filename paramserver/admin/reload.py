@@ -11,7 +11,9 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def reload(address: Address = None, as_json: AsJson = False) -> None:
-    """Have the daemon read its configuration again. Quotas count at once; other keys need a restart, and are named.
+    """Have the daemon read its configuration again. Quotas take effect at once.
+
+    Other changed keys need a restart, and the command names them.
 
     It refuses a configuration that cannot be used, or whose budgets are too small for the jobs that there are.
 

@@ -63,7 +63,10 @@ def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
 
 
 def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit: int) -> None:
-    """Print a table of the first `limit` shards, all if 0. The limit exists because rich needs 0.5 ms for each row."""
+    """Print a table of the first `limit` shards; of all shards if it is 0.
+
+    The limit exists because rich needs 0.5 ms for each row.
+    """
     rows = itertools.chain.from_iterable(pages)
     shown = list(itertools.islice(rows, limit or None))
     printers.console().print(tables.shards_table(job, shown))

@@ -1,6 +1,6 @@
 """The tables of the daemon's answers, for people.
 
-Must never call the daemon, and must never pass a plain string to rich; see printers.py.
+This module must never call the daemon, and must never pass a plain string to rich; see printers.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers if tier.detail]
     for tier in response.tiers:
         if tier.quarantined_bytes:
-            held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended map them"
+            held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended may write to them"
             lines.append(text(f"{tier_name(tier.tier)}: {held}"))
     lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:
@@ -92,15 +92,19 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
     unsettled = [tier_name(account.tier) for account in response.accounts if not account.settled]
     if unsettled:
         waiting = f"not settled: {', '.join(unsettled)}; what stays under way or unexplained was leaked"
+        if moved := sum(account.moved_bytes for account in response.accounts):
+            waiting += f"; {moved:,} bytes were allocated or freed meanwhile"
         table.caption = text(waiting, "yellow")
     return table
 
 
 def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     """Return a table of the progress and size of each job."""
-    # A job names every tier of its store; without jobs, those that every store has.
+    # Each job lists every tier of its store. If there are no jobs, the table has the two tiers that every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
     columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
+    replicated = any(job.replicas for job in jobs)
+    columns += ["replica"] if replicated else []
     table = new_table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
     for job in jobs:
         size = {entry.tier: entry.bytes for entry in job.bytes}
@@ -116,13 +120,37 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
             str(job.kept_steps),
+            *([_replica_text(job)] if replicated else []),
             *(decimal(size.get(tier, 0)) for tier in tiers),
         )
+    problems = [
+        text(f"replica of {job.name} at {replica.holder}: {replica.problem}", "red")
+        for job in jobs
+        for replica in job.replicas
+        if replica.problem
+    ]
+    if problems:
+        table.caption = Text("\n", "table.caption").join(problems)
+        table.caption_justify = "left"
     return table
 
 
+def _replica_text(job: admin_pb.JobInfo) -> Text:
+    """Return the newest step of each replica, and how far it is behind."""
+    return text(", ".join(map(_replica_step, job.replicas)) or "-", "red" if _has_problem(job) else "")
+
+
+def _has_problem(job: admin_pb.JobInfo) -> bool:
+    return any(replica.problem for replica in job.replicas)
+
+
+def _replica_step(replica: admin_pb.JobInfo.Replica) -> str:
+    step = str(replica.step) if replica.HasField("step") else "none"
+    return f"{step}, {replica.lag_steps} behind for {replica.lag_seconds:.0f} s" if replica.lag_steps else step
+
+
 def steps_table(job: str, response: admin_pb.ListStepsResponse) -> Table:
-    """Return a table of the steps of `job`; "alone" is what no other step needs."""
+    """Return a table of the steps of `job`. The column "alone" has the bytes that no other step needs."""
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for step in response.steps for entry in step.bytes})
     where = f" in {response.state_dir}" if response.state_dir else ""
     table = new_table(
@@ -148,7 +176,10 @@ def steps_table(job: str, response: admin_pb.ListStepsResponse) -> Table:
 
 
 def kept_table(job: str, response: admin_pb.ListKeptStepsResponse) -> Table:
-    """Return a table of the kept steps of `job`; "alone" is what forgetting one step would free."""
+    """Return a table of the kept steps of `job`.
+
+    The column "alone" has the bytes that forgetting the step would free.
+    """
     columns = ["name", "step", "ranks", "kept", "bytes", "alone", "note"]
     table = new_table(f"Kept steps of {job} in {response.state_dir}", columns, left=("name", "note"))
     for kept in response.kept:
@@ -258,12 +289,12 @@ def events_table(events: Sequence[admin_pb.Event]) -> Table:
 
 
 def event_line(event: admin_pb.Event) -> Text:
-    """Return an event as one line, for a stream of them."""
+    """Return an event as one line of text, for the verb that follows the events."""
     return text(f"{clock(event.unix_seconds)}  {event.kind:8} {event.subject}: {event.text}")
 
 
 def config_table(response: admin_pb.GetConfigResponse) -> Table:
-    """Return a table of the configuration; what the operator has set is bold."""
+    """Return a table of the configuration, in which the values that the operator has set are bold."""
     table = new_table("Configuration", ["key", "value", "from"], left=("key", "value", "from"))
     for key in response.keys:
         value = json.loads(key.value)
@@ -292,7 +323,7 @@ def version_table(response: admin_pb.GetVersionResponse, client: str) -> Table:
 
 
 def damage_table(damage: Sequence[admin_pb.VerifyResponse.Damage]) -> Table:
-    """Return a table of what a verification has found."""
+    """Return a table of the damage that a verification has found."""
     table = new_table("Damage", ["what is wrong"], left=("what is wrong",))
     for found in damage:
         add_row(table, text(found.text, "red"))
@@ -321,7 +352,7 @@ def clock(unix_seconds: float) -> str:
 
 
 def _title(what: str, response: admin_pb.GetTiersResponse) -> str:
-    # The sum of several daemons has no directory.
+    # The total of several daemons has no directory.
     where = f" of {response.state_dir}" if response.state_dir else ""
     return f"{what}{where} ({response.sessions} sessions)"
 

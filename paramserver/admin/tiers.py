@@ -35,7 +35,7 @@ def _watch(address: str, interval_seconds: float, as_json: bool) -> None:
         readings = store.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=interval_seconds))
         if as_json:
             for response in readings:
-                # A program that reads from a pipe gets each reading at once.
+                # The output is flushed, so that a program that reads from a pipe gets each reading at once.
                 print(printers.to_json(response), flush=True)
             return
         with Live(console=printers.console(), auto_refresh=False) as live:

@@ -20,7 +20,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What one daemon answers, or several together."""
+    """The figures of one daemon, or the sums of several."""
 
     tiers: admin_pb.GetTiersResponse
     jobs: admin_pb.ListJobsResponse

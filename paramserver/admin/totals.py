@@ -1,6 +1,7 @@
 """The sums of the answers of several daemons, in the form of the answer of one.
 
-Sizes, counters and numbers of things are added. What cannot be added, such as a path, is left empty. Owns nothing.
+Sizes, counters and numbers of things are added. What cannot be added, such as a path, is left empty. This module owns
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FIGURES = (
 
 
 def tiers(answers: Sequence[admin_pb.GetTiersResponse]) -> admin_pb.GetTiersResponse:
-    """Return each tier with the sums of all daemons; problems and devices are those of all."""
+    """Return each tier with the sums of all daemons, and with the problems and devices of all of them."""
     total = _added(admin_pb.GetTiersResponse(), answers)
     total.unix_seconds = min(answer.unix_seconds for answer in answers)
     total.longest_loop_stall_seconds = max(answer.longest_loop_stall_seconds for answer in answers)
@@ -48,7 +49,7 @@ def accounts(answers: Sequence[admin_pb.GetAccountsResponse]) -> admin_pb.GetAcc
 
 
 def jobs(answers: Sequence[admin_pb.ListJobsResponse]) -> admin_pb.ListJobsResponse:
-    """Return each job, by name, with the sums of all daemons; its steps are the lowest of the newest ones."""
+    """Return each job with the sums of all daemons. Its newest step is the lowest of the daemons' newest steps."""
     total = admin_pb.ListJobsResponse()
     for same in _grouped((job for answer in answers for job in answer.jobs), lambda job: job.name):
         job = total.jobs.add(
@@ -60,6 +61,7 @@ def jobs(answers: Sequence[admin_pb.ListJobsResponse]) -> admin_pb.ListJobsRespo
             created_at_unix_seconds=min(one.created_at_unix_seconds for one in same),
             kept_steps=max(one.kept_steps for one in same),
             bytes=_tier_bytes(entry for one in same for entry in one.bytes),
+            replicas=[replica for one in same for replica in one.replicas],
         )
         for field in ("committed_step", "durable_step", "committed_at_unix_seconds"):
             if all(one.HasField(field) for one in same):
@@ -95,7 +97,7 @@ def steps(answers: Sequence[admin_pb.ListStepsResponse]) -> admin_pb.ListStepsRe
 
 
 def prefetch(answers: Sequence[admin_pb.GetPrefetchResponse]) -> admin_pb.GetPrefetchResponse:
-    """Return the sums of all queues, the windows of all, and what was fetched for each job."""
+    """Return the sums of all queues, the windows of all daemons, and the sums of the bytes fetched for each job."""
     total = _added(admin_pb.GetPrefetchResponse(), answers)
     total.windows.extend(window for answer in answers for window in answer.windows)
     for same in _grouped((job for answer in answers for job in answer.jobs), lambda job: job.job):
@@ -110,7 +112,7 @@ def events(answers: Sequence[admin_pb.ListEventsResponse]) -> admin_pb.ListEvent
 
 
 def drain(answers: Sequence[admin_pb.GetDrainResponse]) -> admin_pb.GetDrainResponse:
-    """Return the sessions for which any daemon waits; all are ready if each is."""
+    """Return the sessions for which any daemon waits. The total is ready to stop if each daemon is."""
     return admin_pb.GetDrainResponse(
         draining=all(answer.draining for answer in answers),
         since_unix_seconds=max(answer.since_unix_seconds for answer in answers),

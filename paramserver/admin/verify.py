@@ -19,7 +19,7 @@ from paramserver.admin.nodes import Question, run
 from paramserver.contract.printable import printable
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
-# Is called with the address of a daemon and each message of its verification.
+# A function that gets the address of a daemon and a message of its verification; it is called with each message.
 _OnProgress = Callable[[str, admin_pb.VerifyResponse], None]
 
 

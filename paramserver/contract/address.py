@@ -1,4 +1,4 @@
-"""The addresses that users write: of a daemon `unix:/path` or `host:port`, of a collector `http://host:port`."""
+"""The addresses that users write: `unix:/path` or `host:port` for a daemon, `http://host:port` for a collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Return the parts of `host:port`; an IPv6 address is in brackets there.
 
     Raises:
-        ValueError: the port is missing, or no number from 0 to 65535.
+        ValueError: the port is missing, or is not a number from 0 to 65535.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -60,7 +60,7 @@ def check_collector(endpoint: str) -> str:
     """Return the address of a collector, after checking its form.
 
     Raises:
-        ValueError: it is not `http://HOST:PORT` or `https://HOST:PORT`.
+        ValueError: the address is not `http://HOST:PORT` or `https://HOST:PORT`.
     """
     parts = urlsplit(endpoint)
     # `port` raises ValueError for a port that is not a number, or above 65535.

@@ -1,9 +1,9 @@
-"""Marks in the trailing metadata of the daemon's answers, where the status code alone does not tell a client enough.
+"""Marks in the trailing metadata of the daemon's answers, for cases that the status code alone does not tell apart.
 
 - gRPC has one status for a daemon that answers UNAVAILABLE and for a daemon that does not answer. The daemon marks its
   own answers; the status that gRPC makes itself when a connection fails has no mark.
-- FAILED_PRECONDITION has many reasons. The daemon marks the one for which a trainer adds how to go on: that the job
-  holds another model.
+- FAILED_PRECONDITION has many reasons. The daemon marks one of them, that the job holds another model, because the
+  trainer adds to this error what the user can do.
 """
 
 from __future__ import annotations

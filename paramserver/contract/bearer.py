@@ -33,7 +33,7 @@ class _Bearer(
 
     @abstractmethod
     def added(self) -> tuple[tuple[str, str], ...]:
-        """Return the pairs of key and value that a call gets which begins now."""
+        """Return the pairs of key and value that are added to the metadata of a call that begins now."""
 
     def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
         return continuation(self._with_more(client_call_details), request)

@@ -1,7 +1,7 @@
-"""The one place that makes channels to a daemon, for trainers, StoreClient and the admin tool.
+"""The only module that makes channels to a daemon, for trainers, StoreClient and the admin tool.
 
-Must never let an environment variable redirect a call: many clusters set `http_proxy` for downloads, and gRPC would
-send the calls for another node's daemon through that proxy.
+This module must never let an environment variable redirect a call: many clusters set `http_proxy` for downloads, and
+gRPC would send the calls for another node's daemon through that proxy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paramserver.contract.sockets import grpc_target
 
 Options = Sequence[tuple[str, int | str]]
 
-# The options for channels that cannot be made here, such as those of grpc.aio.
+# The options for channels that this module does not make, such as those of grpc.aio.
 NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 
 

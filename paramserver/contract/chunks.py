@@ -6,8 +6,8 @@ bytes in both directions:
     12 <varint: length of the chunk>  09 <checksum: fixed64>  10 <first_byte: varint>  1a <varint: length> <data>
 
 `encode` writes only this form, in which the data is the end of the message. `decode` reads this form by its first few
-bytes and without protobuf. It reads every other form that protobuf allows with protobuf. Must never interpret the data,
-nor import anything of the daemon.
+bytes and without protobuf. It reads every other form that protobuf allows with protobuf. This module must never
+interpret the data, nor import anything of the daemon.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
 def _decode_chunk(message: bytes) -> Chunk | None:
     """Return the chunk if the message has the form that `encode` writes.
 
-    Returns None for other bytes, which may still be a valid message.
+    Return None for other bytes, which may still be a valid message.
     """
     try:
         if message[0] != _CHUNK_TAG:

@@ -1,11 +1,15 @@
-"""The durability classes of a job in the form in which people write them: "step", "snapshot:N" or "none"."""
+"""The durability classes of a job in the form in which people write them: "step", "snapshot:N" or "none".
+
+Trainers also know "replicated": the store's class is "step", and the trainer waits for the job's replicas besides.
+"""
 
 from __future__ import annotations
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
 # The form that the training config accepts. `parse_durability` also accepts leading zeros.
-DURABILITY_PATTERN = r"^(step|none|snapshot:[1-9][0-9]*)$"
+DURABILITY_PATTERN = r"^(step|replicated|none|snapshot:[1-9][0-9]*)$"
+REPLICATED = "replicated"
 
 
 def parse_durability(text: str) -> pb.Durability:
@@ -14,7 +18,7 @@ def parse_durability(text: str) -> pb.Durability:
     Raises:
         ValueError: the text names no class.
     """
-    if text == "step":
+    if text in ("step", REPLICATED):
         return pb.Durability(step=pb.Durability.Step())
     if text == "none":
         return pb.Durability(none=pb.Durability.Volatile())
@@ -31,7 +35,7 @@ def durability_text(durability: pb.Durability) -> str:
 
 
 def durable_every_steps(durability: pb.Durability) -> int:
-    """Return the number of steps from one durable commit to the next; 0: no commit is durable."""
+    """Return the number of steps from one durable commit to the next; 0 if no commit is durable."""
     match durability.WhichOneof("class"):
         case "step":
             return 1

@@ -19,7 +19,7 @@ PARAM = pb.KIND_PARAM
 MASTER = pb.KIND_MASTER
 GRAD = pb.KIND_GRAD
 
-# The words of the kinds that are kept from step to step: all kinds but the gradient.
+# The names of the kinds that are kept from step to step: of all kinds but the gradient.
 StoredKind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
 
 KINDS: Mapping[str, Kind] = words_of(pb.Kind)

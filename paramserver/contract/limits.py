@@ -15,11 +15,13 @@ ELEMENT_ALIGNMENT = 16
 # type. storage.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
 GATHER_ALIGNMENT_BYTES = 16
 
-# The store verifies this number of bytes of a tensor at once. What begins at a multiple of it is read into the arena
-# without a copy, if it has the whole block. storage.integrity.BLOCK_BYTES is the same number; a test compares the two.
+# The store verifies this number of bytes of a tensor at once. A read that begins at a multiple of it and covers the
+# whole block goes into the arena without a copy. storage.integrity.BLOCK_BYTES is the same number; a test compares the
+# two.
 READ_BLOCK_BYTES = 128 << 10
 
 # The most units that the only rank of a job at a store maps in place at once: the root, the unit in use, and the one
-# before or after it. Units placed in the host tier do not count. The daemon admits a job only if its host budget can
-# hold this number of the largest units. If more units are in use, the trainer copies some of them (step/residency.py).
+# before or after it. Units placed in the host tier are not included. The daemon admits a job only if its host budget
+# can hold this number of the largest units. If more units are in use, the trainer copies some of them
+# (step/residency.py).
 UNITS_MAPPED_AT_ONCE = 3

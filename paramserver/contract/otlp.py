@@ -1,11 +1,13 @@
 """Spans sent to an OpenTelemetry collector over OTLP (gRPC), by the daemon and by trainers alike.
 
-Owns the queue of spans, the thread that sends them, and the channel to the collector. OpenTelemetry's packages are an
-optional extra, so they are imported when a sender is made, and never before. Must never make the caller wait for the
-collector, nor raise because it does not answer: spans that it does not take are dropped, and the log says so.
+This module owns the queue of spans, the thread that sends them, and the channel to the collector. OpenTelemetry's
+packages are an optional extra, so they are imported when a sender is made, and never before. This module must never
+make the caller wait for the collector, nor raise because it does not answer: spans that it does not take are dropped,
+and the log says so.
 
-Must never draw from Python's global random generator, because that belongs to the user's training, and a trace must
-not change its numbers. So this module has its own ids and exporter; those of OpenTelemetry's SDK draw from it.
+This module must never draw from Python's global random generator, because that belongs to the user's training, and a
+trace must not change its numbers. So this module has its own ids and exporter; those of OpenTelemetry's SDK draw from
+it.
 """
 
 from __future__ import annotations
@@ -26,22 +28,23 @@ from paramserver.contract.channel import collector_channel
 
 log = logging.getLogger(__name__)
 
-# A span of this process or of another one, under which spans are put.
+# A span of this process or of another one, below which this process puts its spans.
 Parent: TypeAlias = Any
 
-# OpenTelemetry's own variables: further metadata for the collector, such as its key, and the authorities (PEM) that
-# sign its certificate.
+# Two environment variables of OpenTelemetry. The first has further metadata for the collector, such as its key; the
+# second has the file of the authorities (PEM) that sign its certificate.
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 AUTHORITIES_VARIABLE = "OTEL_EXPORTER_OTLP_CERTIFICATE"
 
-# The most spans that wait for the collector, some 40 MB. Later ones are dropped.
+# The most spans that wait for the collector; they take some 40 MB. While so many wait, further spans are dropped.
 _QUEUED_SPANS = 50_000
 _BATCH_SPANS = 512
 _BATCH_DELAY_MILLIS = 1000
 _EXPORT_SECONDS = 5.0
-# The time that the end of a process waits for a collector that does not answer.
+# The most seconds that a process waits at its end for a collector that does not answer.
 _CLOSE_SECONDS = 5.0
-# A collector that is away for hours must not fill the disk with log lines.
+# The least time between two log lines about a collector that does not answer, because it may be away for hours and must
+# not fill the disk with log lines.
 _LOG_INTERVAL_SECONDS = 60.0
 
 
@@ -60,7 +63,7 @@ class SpanSender:
 
         Args:
             endpoint: the address of the collector, which `check_collector` has accepted.
-            attributes: describe the process, with OpenTelemetry's names (`service.name` and so on).
+            attributes: a description of the process, with OpenTelemetry's names (`service.name` and so on).
 
         Raises:
             OtlpError: OpenTelemetry's packages are not installed, or the authorities' file cannot be read.
@@ -81,7 +84,7 @@ class SpanSender:
         self._api: Any = trace
         self._propagator: Any = TraceContextTextMapPropagator()
         self._ids = _Ids()
-        # Whether a step is traced is decided before its spans are made, so the sampler leaves out none.
+        # The caller decides which steps are traced, and makes no spans for the others. So the sampler keeps every span.
         self._provider: Any = TracerProvider(
             sampler=ALWAYS_ON,
             resource=Resource.create(dict(attributes)),
@@ -98,7 +101,7 @@ class SpanSender:
         self._tracer: Any = self._provider.get_tracer("paramserver")
 
     def begin(self, name: str, began: float, parent: Parent | None = None) -> Any:
-        """Return a span that has begun, and that `end` ends. Without a parent it begins a trace."""
+        """Return a span that has begun; the caller passes it to `end`. Without a parent the span begins a trace."""
         context = self._api.set_span_in_context(self._api.NonRecordingSpan(parent or self._api.INVALID_SPAN_CONTEXT))
         return self._tracer.start_span(name, context=context, start_time=_unix_nanoseconds(began))
 
@@ -106,8 +109,8 @@ class SpanSender:
         """Return a span that has begun, in a trace that several processes share without asking each other.
 
         Args:
-            name: its name.
-            began: its begin.
+            name: the span's name.
+            began: the time at which the span began.
             trace_id: 16 random bytes, the same in all of these processes.
             is_root: whether this process has the root of the trace. All others have spans below it.
         """
@@ -124,7 +127,7 @@ class SpanSender:
         span.end(_unix_nanoseconds(ended))
 
     def add(self, parent: Parent, name: str, began: float, ended: float, attributes: Mapping[str, str | int]) -> None:
-        """Queue a whole span."""
+        """Queue a span that has both begun and ended, below `parent`."""
         self.end(self.begin(name, began, parent), ended, attributes)
 
     def parent_of(self, traceparent: str) -> Parent | None:
@@ -140,17 +143,17 @@ class SpanSender:
         return headers[TRACEPARENT]
 
     def close(self) -> None:
-        """Send what is queued, as far as the collector takes it within some seconds. Later spans are dropped."""
+        """Send the queued spans, as far as the collector takes them within some seconds, and drop all others."""
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
-        # This ends the attempts to send the rest, if there is one.
+        # This ends the attempts to send spans that the collector has not taken.
         self._exporter.shutdown()
         closing.join(_CLOSE_SECONDS)
 
 
 class _Ids:
-    """The ids of new traces and spans: random ones, unless this thread has set those of the next root."""
+    """The ids of new traces and spans: random ones, unless this thread has set those of the next trace."""
 
     def __init__(self) -> None:
         self.of_this_thread = threading.local()

@@ -1,14 +1,14 @@
 """The conversion of text from strangers into text that can be shown to a person.
 
 Such text is a name that a client chose, or a message that quotes the name. Both ends print it, so both import this
-module. Must never be used on text that a program reads, because JSON has escapes of its own.
+module. Do not use it on text that a program reads, because JSON has escapes of its own.
 """
 
 from __future__ import annotations
 
 
 def printable(text: object) -> str:
-    """Return the text with an escape sequence in place of each character that a terminal could act upon.
+    """Return the text with an escape sequence in place of each character that a terminal could interpret.
 
     These are all characters that `str.isprintable` refuses, for example control characters (line ends and terminal
     sequences), marks that reverse the direction of writing, and lone surrogates. So a name fills one line and shows

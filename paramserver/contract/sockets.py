@@ -2,11 +2,11 @@
 
 The kernel takes at most 107 bytes as a socket's path (sun_path in man 7 unix). A longer path is reached through an open
 descriptor of its directory, as /proc/self/fd/N/NAME. So the socket needs no second name in a directory that other users
-can write to, and no file has to be removed after a crash. Owns these descriptors.
+can write to, and no file has to be removed after a crash. This module owns these descriptors.
 
 [Note: descriptors stay open] gRPC connects on threads of its own, and again whenever a connection breaks. So a
 descriptor must live at least as long as the last channel that uses it. gRPC also shares connections between channels of
-equal addresses. So the number of a descriptor must never come to mean another directory. Therefore one descriptor for
+equal addresses. So the number of a descriptor must never be reused for another directory. Therefore one descriptor for
 each directory of a long path stays open until the process ends. A forked child inherits the descriptors and the table.
 """
 
@@ -89,5 +89,6 @@ def _is_same(known: int, opened: int) -> bool:
     try:
         return os.path.samestat(os.fstat(known), os.fstat(opened))
     except OSError:
-        # The descriptor is closed: a program closes all descriptors when it becomes a background process.
+        # `known` is closed. A program may do that when it becomes a background process, because it then closes all
+        # descriptors that it finds open. So the two are not the same.
         return False

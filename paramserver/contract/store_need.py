@@ -1,4 +1,4 @@
-"""What a job takes of a store: the figures that the daemon's side computes and a planner on the client's side uses."""
+"""The bytes that a job takes of a store. The daemon's side computes them, and the client's planner uses them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from paramserver.v1 import parameter_store_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreNeed:
-    """The bytes that a job takes of one store, all ranks of the node together. Slabs count in whole pages.
+    """The bytes that a job takes of one store, all ranks of the node together.
+
+    The bytes of slabs are rounded up to whole pages.
 
     Attributes:
         home_bytes: host memory for slabs that are placed there.
         gradient_bytes: host memory for all gradients of a step.
         units_bytes: host memory for the units that ranks have leased at once and that are placed elsewhere.
         units: number of these units.
-        buffer_bytes: host memory for the optimizer's buffers, with the host budget that was asked about.
+        buffer_bytes: host memory for the optimizer's buffers, which depends on the host budget that the caller gave.
         header_bytes: host memory for the arena's header.
         passing_bytes: parameters that are placed elsewhere and pass through host memory.
         least_host_budget: the smallest host budget with which the daemon admits the job.

@@ -1,16 +1,17 @@
 """The update of a group of shards, which the daemon runs on tiles and a trainer on its whole partition.
 
-Both must give the same bits. So both make one call of the optimizer's rule for each shard: torch's kernels round the
-last elements of a call differently, so each call must end where a parameter ends (see limits.ELEMENT_ALIGNMENT).
+Both must give the same bits. So both give the optimizer's rule one tensor for each shard: torch's kernels round the
+last elements of a tensor differently, so each tensor must end where a parameter ends (see limits.ELEMENT_ALIGNMENT).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from paramserver.contract.optimizers.optimizer import HyperParameters, States
+from paramserver.contract.kinds import Kind
+from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import apply
 
 
@@ -18,7 +19,7 @@ def update_shards(
     shards: Iterable[tuple[int, int, HyperParameters | None]],
     weight: torch.Tensor,
     gradient: torch.Tensor,
-    states: States,
+    states: Mapping[Kind, torch.Tensor],
     *,
     grad_scale: float,
     clip_value: float | None,
@@ -27,8 +28,8 @@ def update_shards(
     """Unscale and clip the gradient, then update weight and states of each shard, all in place.
 
     Args:
-        shards: of each shard its first element in the group, its number of elements and its hyper-parameters. A shard
-            with None is not updated.
+        shards: for each shard its first element in the group, its number of elements and its hyper-parameters. A shard
+            whose hyper-parameters are None is not updated.
         weight: [n] fp32, the group's elements from `start` on; they may be a part of the group.
         gradient: [n] fp32; overwritten.
         states: [n] fp32 each.
@@ -40,9 +41,12 @@ def update_shards(
     if clip_value is not None:
         gradient.clamp_(-clip_value, clip_value)
     end = start + weight.numel()
+    # Shards with the same hyper-parameters have the same object here, and are updated in one call.
+    alike: dict[int, tuple[HyperParameters, list[slice]]] = {}
     for offset, numel, row in shards:
         first, last = max(offset, start), min(offset + numel, end)
-        if row is None or first >= last:
-            continue
-        part = slice(first - start, last - start)
-        apply(row, weight[part], gradient[part], {kind: state[part] for kind, state in states.items()})
+        if row is not None and first < last:
+            alike.setdefault(id(row), (row, []))[1].append(slice(first - start, last - start))
+    for row, parts in alike.values():
+        cut = {kind: [state[part] for part in parts] for kind, state in states.items()}
+        apply(row, [weight[part] for part in parts], [gradient[part] for part in parts], cut)

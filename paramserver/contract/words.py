@@ -1,7 +1,7 @@
 """The words that people read and write for the values of the wire's enums, such as "param" for KIND_PARAM.
 
 The words are derived from the generated enums, so that a value has its word at both ends as soon as the contract
-defines it. Must never import torch, because the admin tool prints these words and has to start quickly.
+defines it. This module must never import torch, because the admin tool prints these words and has to start quickly.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ArenaSocket:
         await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)
 
     async def _hand_out(self) -> None:
-        """Serve one client after the other. Raises OSError if the kernel refuses to accept a connection."""
+        """Serve one client after the other. Raise OSError if the kernel refuses to accept a connection."""
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
@@ -91,7 +91,7 @@ class ArenaSocket:
 
 
 def _peer_uid(connection: socket.socket) -> int:
-    """Return the user id of the process that connected; see SO_PEERCRED in man 7 unix."""
+    """Return the user id of the process at the other end of the connection; see SO_PEERCRED in man 7 unix."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)

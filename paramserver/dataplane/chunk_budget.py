@@ -8,9 +8,10 @@ them idle take nothing from the transfers that move.
 
 A transfer that has not moved for STALLED_SECONDS is ended as soon as another transfer waits for room; the longest
 stalled one is ended first. A transfer that has not moved for the stall time-out is ended in any case. The bytes of an
-ended read that gRPC still holds count until the call is over, because a server cannot take them back from gRPC. If the
-client does not read, the call is over when its deadline passes or its connection ends. Until then all other chunks are
-smaller, so that the other transfers still move. Owns no bytes and no stream.
+ended read that gRPC still holds remain part of the used budget until the call is over, because a server cannot take
+them back from gRPC. If the client does not read, the call is over when its deadline passes or its connection ends.
+Until then all other chunks are smaller, so that the other transfers still move. This module owns no bytes and no
+stream.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _TICK_SECONDS = STALLED_SECONDS / 2
 # STALLED_SECONDS.
 FIRST_CHUNK_BYTES = 16 << 10
 _GROWTH = 8
-# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget. Bytes that gRPC still holds for transfers that
-# have ended do not count as a part of the half.
+# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget. The size of the half is taken without the bytes
+# that gRPC still holds for transfers that have ended.
 _LARGEST_SHARE = 32
 
 
@@ -88,7 +89,7 @@ class ChunkBudget:
     def __init__(
         self, budget_bytes: int, *, stall_seconds: float, weight_of: Callable[[str], float] = lambda _: 1.0
     ) -> None:
-        """Begin without transfers.
+        """Make a budget that no transfer uses yet.
 
         Args:
             budget_bytes: the size of both halves together; the configuration's key `stream_budget`.
@@ -183,7 +184,7 @@ class ChunkBudget:
 
     @contextmanager
     def pinned(self, transfer: Transfer, nbytes: int) -> Iterator[None]:
-        """Keep `nbytes` of a failed transfer counted until the block ends, and release all else that it holds now."""
+        """Keep `nbytes` of a failed transfer reserved until the block ends, and release its other bytes now."""
         self._release(transfer, transfer.held_bytes - nbytes)
         half = self._half(transfer)
         half.pinned_bytes += nbytes

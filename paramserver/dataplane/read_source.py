@@ -49,7 +49,7 @@ async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.
     """Return the source that a Read request names.
 
     Raises:
-        InvalidRequestError: the request names no source, or a range that is not possible.
+        InvalidRequestError: the request names no source, or a range that no tensor can have.
         NotFoundError: the session has no such lease or reader, or this store holds no such range.
         ConflictError: the lease is for writing.
     """
@@ -92,9 +92,9 @@ class _RangeSource:
     size_bytes: int
     version: int
     dtype: DType
-    # Called as read(first_element, element_count); yields the bytes of these elements.
+    # A function that is called as read(first_element, element_count), and yields the bytes of these elements.
     read: Callable[[int, int], AsyncGenerator[bytes, None]]
-    # Raises ConflictError if any slab of the range has a newer version than when the source was opened.
+    # A function that raises ConflictError if any slab of the range has a newer version than when the source was opened.
     check: Callable[[], None]
 
     async def piece(self, first_byte: int, nbytes: int) -> bytes:

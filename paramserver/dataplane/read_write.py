@@ -28,7 +28,7 @@ from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
 RawContext = grpc.aio.ServicerContext[bytes, bytes]
-# Returns the session with an id; raises if the caller may not use that session.
+# A function that returns the session with an id. It raises if the caller is not allowed to use that session.
 FindSession = Callable[[str], Session]
 
 # While a chunk is sent it is in memory twice: the daemon's bytes and gRPC's copy.
@@ -63,8 +63,8 @@ class Streams:
         header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=DTYPE_TO_WIRE[source.dtype])
         credit = _Credit(opened.credit_bytes)
         with self._chunk_budget.open(session.session_id, source.job, urgency) as transfer:
-            # The session may have ended while the source was opened, when its end could not end this transfer yet. If
-            # so, this look-up raises.
+            # The session may have ended while the source was opened. At that moment its end could not end this transfer
+            # yet, so this look-up is repeated, and raises.
             find_session(opened.session_id)
             await _write(context, pb.ReadResponse(header=header))
             sending = self._send(transfer, source, opened.first_byte, credit, context)

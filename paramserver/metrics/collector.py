@@ -1,6 +1,7 @@
 """The collector that reads the store when a monitoring system asks.
 
-Owns nothing. The store's objects belong to the event loop, so the readings are taken there, whatever thread asks.
+This module owns nothing. The store's objects belong to the event loop, so the readings are taken there, whichever
+thread asks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class StoreCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics of one reading. Must not be called on the event loop's thread.
+        """Yield all metrics of one reading. Do not call this on the event loop's thread.
 
         Raises:
             TimeoutError: the event loop did not answer in time.

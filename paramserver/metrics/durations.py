@@ -1,6 +1,6 @@
-"""Histograms of what the daemon does: its RPCs, and the operations that the engine traces.
+"""Histograms of the durations of the daemon's work: its RPCs, and the operations that the engine traces.
 
-They are updated while the daemon works, on any thread. Owns their counts.
+They are updated while the daemon works, on any thread. This module owns their counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from paramserver.metrics.families import PREFIX
 from storage.tracing import Activity, Span
 
-# From a lease that is granted from host memory (some 0.3 ms) to a wait for room in it (admission_timeout_seconds).
+# The upper limits of the histograms' buckets, in seconds: from a lease that is granted from host memory (some 0.3 ms)
+# to a wait for room in it (60 s, the default of admission_timeout_seconds).
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 

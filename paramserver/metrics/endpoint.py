@@ -1,7 +1,7 @@
 """The HTTP endpoint of metrics and page, on threads of its own, so that a slow reader never holds up the event loop.
 
-Owns the listening socket and the threads. Must never answer more than a few requests at once, must never wait for a
-silent client without bound, and must never show figures to a caller who may not see them.
+This module owns the listening socket and the threads. It must never answer more than a few requests at once, must never
+wait for a silent client without bound, and must never show figures to a caller who has no right to see them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qs
@@ -35,9 +35,10 @@ MOST_REQUESTS = 8
 _SILENCE_SECONDS = 10.0
 # The most seconds from the acceptance of a connection to the end of its answer, however slowly the client goes on.
 _REQUEST_SECONDS = 60.0
-# A sample every two seconds makes no longer number.
+# The most digits of a sample's number in a request. A daemon that takes a sample every two seconds never reaches a
+# longer number.
 _MOST_DIGITS = 18
-# The server adds headers to the list that it gets, so each answer has a list of its own.
+# A tuple, because the HTTP server adds headers to the list that it gets; each answer makes a list of its own from it.
 _PLAIN = (("Content-Type", "text/plain; charset=utf-8"),)
 
 
@@ -59,8 +60,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # Connections of callers linger in the kernel for a minute after their end. They must not keep a daemon that is
-        # started again from its address.
+        # The kernel keeps ended connections for a minute. Without this option, a daemon that is started again could not
+        # listen on its address during that minute.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # WSGIServer would look the host's name up in DNS, which may take seconds.
         self.socket.bind(self.server_address)
@@ -76,7 +77,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            # The thread was not started.
+            # The operating system refused to start the thread that serves the request, so nothing else would release
+            # the permit that was acquired above.
             self._free.release()
             raise
 
@@ -100,7 +102,10 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 @contextlib.contextmanager
 def _time_limit(connection: socket.socket) -> Iterator[None]:
-    """End a connection after _REQUEST_SECONDS, unless the context ends before; its thread then sees its end."""
+    """End a connection after _REQUEST_SECONDS, unless the context ends first.
+
+    The connection's thread then sees the end.
+    """
     # A duplicate is ended, because HTTPS replaces the connection by another socket object, which is closed on its own.
     with connection.dup() as duplicate:
         limit = threading.Timer(_REQUEST_SECONDS, _cut_off, [duplicate])
@@ -130,15 +135,19 @@ class MetricsEndpoint:
         gate: Gate,
         certificates: CertificateFiles | None,
         page: PageData | None,
+        names: Collection[str] = (),
     ) -> None:
         """Listen, and serve from now on.
 
         Args:
             address: `HOST:PORT`; port 0: a free one.
             registry: the metrics.
-            gate: says whose token may see them: an admin's. Without tokens, every client that gets through may.
+            gate: checks that the caller has an admin's token. Without tokens, every client that can connect sees the
+                figures.
             certificates: for mutual TLS; None: plain HTTP.
             page: the figures of the page; None: there is no page.
+            names: the names of hosts under which it answers, besides those of loopback. Without any, it answers under
+                no others where it listens on loopback without TLS, and elsewhere under every name.
 
         Raises:
             StartError: the address cannot be listened on.
@@ -153,22 +162,30 @@ class MetricsEndpoint:
         self._metrics = make_wsgi_app(registry)
         self._gate = gate
         self._page = page
-        # A program on another machine cannot connect here. A web site in a browser of this machine can, under its own
-        # name, once it has let that name lead to a loopback address.
-        self._asks_for_loopback_name = certificates is None and is_loopback(address)
+        # A program on another machine cannot connect to loopback. A web site in a browser of this machine can, under
+        # its own name, once it has let that name lead to a loopback address.
+        self._asks_for_name = bool(names) or (certificates is None and is_loopback(address))
+        self._names = {name.lower() for name in names}
         self._server.set_app(self._answer)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more. Must not be called on the event loop's thread, because a last answer may need the loop."""
+        """Stop answering. Do not call this on the event loop's thread, because a last answer may need the loop."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
+        if self._asks_for_name and not self._is_known_name(environ.get("HTTP_HOST", "")):
+            start_response("421 Misdirected Request", [*_PLAIN])
+            named = "".join(f", {name}" for name in sorted(self._names))
+            return [
+                f"this endpoint answers under these names only: 127.0.0.1, [::1], localhost{named}; metrics_names of "
+                "the daemon's configuration adds others\n".encode()
+            ]
         if path == PATH:
             return self._checked(self._metrics, environ, start_response)
         if self._page is None or path not in (PAGE_PATH, DATA_PATH):
@@ -178,14 +195,17 @@ class MetricsEndpoint:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [*_PLAIN, ("Allow", "GET, HEAD")])
             return [b"this can be read only: GET or HEAD\n"]
-        if self._asks_for_loopback_name and not _is_loopback_name(environ.get("HTTP_HOST", "")):
-            start_response("421 Misdirected Request", [*_PLAIN])
-            return [b"this endpoint answers under the names of loopback only: 127.0.0.1, [::1] or localhost\n"]
         if path == PAGE_PATH:
             html, policy = document()
             headers = [("Content-Type", "text/html; charset=utf-8"), ("Content-Security-Policy", policy)]
             return _answer_with(html, headers, environ, start_response)
         return self._checked(self._answer_data, environ, start_response)
+
+    def _is_known_name(self, host: str) -> bool:
+        """Return whether a Host header, with or without a port, has a name under which this endpoint answers."""
+        has_port = host.rpartition("]")[2].count(":") == 1
+        name = (host.rpartition(":")[0] if has_port else host).lower()
+        return name in self._names or is_loopback(f"{name}:")
 
     def _answer_data(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         assert self._page is not None
@@ -226,12 +246,6 @@ def _answer_with(
 ) -> Iterable[bytes]:
     start_response("200 OK", [*headers, *CONFINED, ("Content-Length", str(len(body)))])
     return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
-
-
-def _is_loopback_name(host: str) -> bool:
-    """Return whether a Host header, with or without a port, has a name under which only this machine is meant."""
-    has_port = host.rpartition("]")[2].count(":") == 1
-    return is_loopback(host.lower() if has_port else f"{host.lower()}:")
 
 
 def _wrapping(certificates: CertificateFiles | None) -> Callable[[socket.socket], socket.socket]:

@@ -1,8 +1,8 @@
 """The metrics of a store's readings: name, meaning, and the field of the reading that each of them shows.
 
 Names follow the conventions of Prometheus: base units, and `_total` at the end of a counter. docs/metrics.md lists
-them, and a test compares both. Must never have a label whose values clients could make without bound: the collector
-limits the names of jobs, and there is no label for sessions or tensors.
+them, and a test compares both. This module must never have a label whose values clients could make without bound: the
+collector limits the names of jobs, and there is no label for sessions or tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Figure(Generic[ReadingT]):
         meaning: one sentence for people, with the unit if the name has none.
         value: returns the value in a reading; None: this reading has none.
         is_counter: the value only grows, and begins at 0 with the daemon.
-        tiers: for figures of tiers, those that have it; empty: all.
+        tiers: for figures of tiers, the tiers that have the figure; empty: all tiers.
     """
 
     name: str
@@ -68,7 +68,7 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     Figure("tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_HOST),
     Figure(
         "tier_quarantined_bytes",
-        "Bytes that processes of ended sessions still map for writing.",
+        "Bytes that processes of ended sessions, or their devices, may still write to.",
         lambda tier: tier.quarantined_bytes,
         tiers=_HOST,
     ),
@@ -179,6 +179,16 @@ JOBS: tuple[Figure[admin_pb.JobInfo], ...] = (
         "job_committed_timestamp_seconds",
         "When the newest step was committed, in seconds since 1970.",
         lambda job: job.committed_at_unix_seconds if job.HasField("committed_at_unix_seconds") else None,
+    ),
+    Figure(
+        "replica_lag_steps",
+        "Committed steps that a replica of the job lacks: the largest number of all its replicas.",
+        lambda job: max((replica.lag_steps for replica in job.replicas), default=None),
+    ),
+    Figure(
+        "replica_lag_seconds",
+        "For how long a replica of the job has lacked a committed step: the longest time of all its replicas.",
+        lambda job: max((replica.lag_seconds for replica in job.replicas), default=None),
     ),
 )
 

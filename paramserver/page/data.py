@@ -1,7 +1,8 @@
 """The figures of the page as one JSON document, which is made anew at most once a second, however many pages ask.
 
-docs/page.md lists its fields; they only ever get more. Owns the last document. Must bound every list in it, because
-clients choose the names and the number of jobs, sessions and events.
+docs/page.md lists the document's fields. A later version may add fields, and never removes one. This module owns the
+last document. It must bound every list in it, because clients choose the names and the number of jobs, sessions and
+events.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ FRESH_SECONDS = 1.0
 MOST_JOBS = 50
 MOST_PROBLEMS = 20
 MOST_SILENT = 10
-# The newest events that are shown. Those of commits have a number of their own, because a job may commit often.
+# The most events that are shown, and the most events of commits. These have a limit of their own, because a job may
+# commit often.
 MOST_EVENTS = 50
 MOST_COMMIT_EVENTS = 10
-# A client counts as silent after this many of its heartbeats have not come.
+# The page shows a client as silent once this many of its heartbeats have not come.
 MISSED_HEARTBEATS = 2
 
 Document = dict[str, Any]
@@ -85,7 +87,7 @@ class PageData:
         self._making = asyncio.Lock()
 
     def to_json(self, since: int) -> bytes:
-        """Return the document, with the samples from number `since` on. Must not be called on the event loop's thread.
+        """Return the document, with the samples from number `since` on. Do not call this on the event loop's thread.
 
         Raises:
             TimeoutError: the event loop did not answer in time.

@@ -1,7 +1,7 @@
-"""Samples of a running store, one every two seconds, so that a page that is opened later has the last minutes.
+"""Samples of a running store, one every two seconds, so that a page that is opened later shows the last minutes.
 
-Owns the samples, whose number is bounded. A sample must stay cheap: its cost does not depend on how many tensors the
-store has.
+This module owns the samples, whose number is bounded. A sample must stay cheap: its cost does not depend on how many
+tensors the store has.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from storage.engine import Engine
 from storage.tiers.base import TierCounters
 
 INTERVAL_SECONDS = 2.0
-# Ten minutes.
+# The samples of ten minutes, one every two seconds.
 KEPT_SAMPLES = 300
-# The devices that have columns of their own.
+# The most devices that have columns of their own.
 MOST_DEVICES = 16
 
 Number = int | float
@@ -47,9 +47,10 @@ class History:
         return self._taken
 
     async def take(self) -> None:
-        """Take a sample. The value of a counter in it is what the counter grew by in a second."""
+        """Take a sample. A counter's value in it is the counter's growth per second since the sample before."""
         counters, now = self._count(), time.monotonic()
-        # The clock may have stood still for an instant if two samples are taken at once.
+        # If two samples are taken at once, the clock may show the same time for both. The minimum avoids a division by
+        # zero.
         seconds = max(now - self._sampled_at, 1e-3)
         rates = [_short((counters[name] - before) / seconds) for name, before in self._counters.items()]
         levels = map(_short, self._levels().values())
@@ -63,7 +64,10 @@ class History:
         return list(islice(self._samples, max(0, number - first), None))
 
     def _count(self) -> Mapping[str, Number]:
-        """Return figures that only grow. Of a clock, the growth in a second is the share of the time that it ran."""
+        """Return figures that only grow.
+
+        The growth of a clock in a second is the share of the second in which it ran.
+        """
         engine, steps = self._engine, self._steps
         figures: dict[str, Number] = {"host_fetched_bytes_per_second": steps.fetched_bytes}
         for tier in engine.backing:
@@ -79,7 +83,7 @@ class History:
         }
 
     def _levels(self) -> Mapping[str, Number]:
-        """Return figures that go up and down."""
+        """Return figures that go up and down, such as used bytes."""
         engine, host = self._engine, self._engine.host
         figures: dict[str, Number] = {
             "host_used_bytes": host.used_bytes,

@@ -1,7 +1,8 @@
-"""What a step of a job takes, and what binds it, as the store sees it.
+"""The time that a step of a job needs of each resource of the store, and the resource that limits ("binds") the step.
 
-A roofline: the least time that each resource of the store needed for a step, beside the time that the step took. What
-the trainers do meanwhile is not seen here; `engine.step_report()` of the trainer has that. Owns nothing.
+This is a roofline: the least time that each resource needs for the step, beside the time that the step took. The store
+does not see what the trainers do meanwhile; `engine.step_report()` of the trainer reports that. This module owns
+nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 from paramserver.page.steps import Step
 from storage.tracing import Activity
 
-# The last steps of a job of which the means are taken.
+# The number of a job's last steps over which means are computed.
 MEASURED_STEPS = 16
-# The time over which the steps of a minute are counted.
+# The most seconds over which the rate of steps is computed.
 RATE_SECONDS = 300.0
-# From this part of the step on, the resource that needs longest is said to bind the step.
+# The resource that needs the longest time binds the step if it needs at least this fraction of the step's time.
 BINDING_FRACTION = 0.7
-# From this part of the step on, waiting for bytes is said to bind a step that no resource binds.
+# If no resource binds the step, waiting for bytes binds it if it takes at least this fraction of the step's time.
 WAITING_FRACTION = 0.3
 
 
@@ -31,7 +32,7 @@ def steps_per_minute(steps: Sequence[Step], now: float) -> float | None:
         now: the time on the clock of time.monotonic().
 
     Returns:
-        The rate; None: fewer than two steps are known, so there is none.
+        The rate; None if fewer than two steps are known.
     """
     if len(steps) < 2:
         return None
@@ -45,10 +46,10 @@ def describe_step(steps: Sequence[Step], bandwidth: float) -> dict[str, Any] | N
 
     Args:
         steps: the job's last steps, oldest first.
-        bandwidth: the bytes per second that were measured of the devices; 0: none is measured yet.
+        bandwidth: the measured bandwidth of the devices in bytes per second; 0: it is not measured yet.
 
     Returns:
-        The fields that docs/page.md lists; None: there is no step whose time is known.
+        The fields that docs/page.md lists; None if no step's time is known.
     """
     timed = [step for step in steps if step.seconds is not None][-MEASURED_STEPS:]
     seconds = [step.seconds for step in timed if step.seconds is not None]
@@ -62,7 +63,7 @@ def describe_step(steps: Sequence[Step], bandwidth: float) -> dict[str, Any] | N
         return mean(lambda step: step.covered_seconds[activity])
 
     def at_bandwidth(moved: float) -> float | None:
-        # Nothing takes no time at any speed.
+        # Without a measured bandwidth the time is unknown, except that moving no bytes takes no time.
         return moved / bandwidth if bandwidth else None if moved else 0.0
 
     read, all_read = mean(lambda step: step.read_bytes), mean(lambda step: step.all_read_bytes)
@@ -94,7 +95,10 @@ def describe_step(steps: Sequence[Step], bandwidth: float) -> dict[str, Any] | N
 
 
 def _binding(needed: dict[str, float | None], waiting: float, seconds: float) -> tuple[str | None, float | None]:
-    """Return what binds a step, and which part of it that needs; None: the devices' speed is not known yet."""
+    """Return the name of what binds a step, and which fraction of the step's time it needs.
+
+    Both are None if the answer depends on the devices' speed, and this is not known yet.
+    """
     known = {name: value for name, value in needed.items() if value is not None}
     longest = max(known, key=lambda name: known[name])
     fraction = known[longest] / max(seconds, 1e-9)

@@ -1,7 +1,7 @@
 """The steps of the jobs as the store sees them: from commit to commit, with the bytes and the work between.
 
-Made from the spans of the engine. Owns a bounded number of steps of a bounded number of jobs. Must never wait, because
-a span may end on any thread, in the middle of an update.
+This module makes the steps from the spans of the engine. This module owns a bounded number of steps of a bounded number
+of jobs. It must never wait, because a span may end on any thread, in the middle of an update.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from statistics import median
 from storage.shard import LAYOUT_SEPARATOR
 from storage.tracing import Activity, Span
 
-# The steps that are kept of a job, and the jobs of which steps are kept.
+# The most steps that are kept of a job, and the most jobs of which steps are kept.
 KEPT_STEPS = 64
 KEPT_JOBS = 256
 # A step that took longer than this, and also this many times the median of those before it, is a pause of the run.
 PAUSE_SECONDS = 30.0
 PAUSE_FACTOR = 10.0
-# The activities whose time is kept by job. The time of the others lies within theirs.
+# The activities whose time is kept for each job. The time of an update or a sync is not kept, because it consists of
+# these or lies within a commit.
 TIMED = (Activity.NVME_READ, Activity.NVME_WRITE, Activity.DEMAND_FETCH, Activity.OPTIMIZER, Activity.COMMIT)
-# The runs of time that are kept apart while a step is under way; more are added up.
+# The most separate intervals of time that are kept while a step is under way. If there are more, older ones are added
+# up.
 _MOST_RUNS = 256
 
 
 class Covered:
-    """The time that spans cover together: where several overlap, it counts once.
+    """The time that spans cover together: a time that several spans cover is counted once.
 
-    The spans come in the order of their ends. Two that end within the same instant on two threads may come in the
-    wrong order, and the time between them then counts, too.
+    The spans come in the order of their ends. Two that end within the same instant on two threads may come in the wrong
+    order, and the time between them is then counted, too.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class Covered:
 
     @property
     def seconds(self) -> float:
-        """The time covered so far."""
+        """The seconds that were covered by `add` so far; time that was added twice counts once."""
         return self._added_up + sum(ended - began for began, ended in self._runs)
 
     def add(self, began: float, ended: float) -> None:
@@ -62,8 +64,8 @@ class Step:
         number: the step's number.
         committed_at: the end of its commit, on the clock of time.monotonic().
         seconds: the time since the end of the commit before; None: this is the first one, or comes after a pause.
-        read_bytes, written_bytes: what NVMe moved for this job since then.
-        all_read_bytes, all_written_bytes: what NVMe moved for all jobs since then.
+        read_bytes, written_bytes: the bytes that NVMe moved for this job since then.
+        all_read_bytes, all_written_bytes: the bytes that NVMe moved for all jobs since then.
         covered_seconds: for each of TIMED the time since then in which the job had at least one such operation.
     """
 
@@ -104,12 +106,13 @@ class _JobSteps:
     def note(self, span: Span) -> None:
         self.moved.add(span)
         if (covered := self.covered.get(span.activity)) is not None:
-            # The time of an operation before the last commit is left out, so that no step has more work than time.
+            # The part of an operation before the last commit is left out, so that no step has operations that took
+            # longer than the step.
             since = self.kept[-1].committed_at if self.kept else span.began_seconds
             covered.add(max(since, span.began_seconds), span.ended_seconds)
 
     def close(self, number: int, committed_at: float, total: _Moved) -> None:
-        """End the step under way: `number` was committed. `total` are the bytes of all jobs so far."""
+        """End the step under way, because step `number` was committed. `total` has the bytes of all jobs up to now."""
         if self.kept and number <= self.kept[-1].number:
             # The job was rolled back, or deleted and made anew.
             self.kept.clear()
@@ -148,7 +151,7 @@ class StepLog:
                 called on the thread on which commits end.
         """
         self._newest_step = newest_step
-        # Optimizer kernels end on threads of their own.
+        # The lock is needed because optimizer kernels end on threads of their own.
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, _JobSteps] = OrderedDict()
         self._moved = _Moved()
@@ -158,7 +161,8 @@ class StepLog:
     def note_span(self, span: Span) -> None:
         """Note an operation that has ended. Any thread may call this."""
         name = span.job.partition(LAYOUT_SEPARATOR)[0]
-        # A failed commit ends as a span, too, so the job says which step it has.
+        # A failed commit ends as a span, too. So the newest step is asked of the job instead of being taken from the
+        # span.
         number = self._newest_step(name) if span.activity is Activity.COMMIT else None
         with self._lock:
             job = self._jobs.get(name)

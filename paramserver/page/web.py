@@ -1,7 +1,8 @@
 """The page as a document of its own: HTML with its style and its script inside, and the headers that confine it.
 
-Owns the document. It has no figures, so that a browser may load it without a token; the script asks for those with the
-token that the user enters. Must never let the document load, send or run anything but what is in it and its figures.
+This module owns the document. The document has no figures, so that a browser may load it without a token; the script
+asks for those with the token that the user enters. This module must never let the document load, send or run anything
+but what is in it and its figures.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def document() -> tuple[bytes, str]:
         f"style-src '{_digest(style)}'",
         f"script-src '{_digest(script)}'",
         "connect-src 'self'",
-        # The icon is in the document.
+        # The document contains its icon as a data: URL.
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",

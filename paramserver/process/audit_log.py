@@ -1,7 +1,7 @@
 """The audit log: a file with one line of JSON for each call that destroys or stops something.
 
-Owns the file and its predecessor, which together have at most a fixed number of bytes. Must never fail a call: what
-cannot be written goes to the daemon's log.
+This module owns the file and its predecessor, which together have at most a fixed number of bytes. It must never fail a
+call: an entry that cannot be written goes to the daemon's log.
 """
 
 from __future__ import annotations

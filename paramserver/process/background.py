@@ -1,4 +1,4 @@
-"""Work beside the calls of clients: what the daemon repeats, and what another thread asks of the event loop.
+"""Work beside the calls of clients: work that the daemon repeats, and work that another thread gives to the event loop.
 
 A failure must not end work that is repeated, because no caller would notice the end.
 """
@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeVar
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-# The time in which a healthy event loop has long answered another thread.
+# The most seconds that a thread waits for the event loop. A loop that is not blocked answers much sooner.
 ANSWER_SECONDS = 5.0
 
 
 async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Run `work` again and again, `seconds` after each end, until the task is cancelled; log what it raises.
+    """Run `work` again and again, `seconds` after each end, until the task is cancelled. Log the errors that it raises.
 
     `what` names the work in the log.
     """
@@ -36,7 +36,7 @@ async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]])
 
 
 def run_on_loop(work: Coroutine[Any, Any, ResultT], loop: asyncio.AbstractEventLoop) -> ResultT:
-    """Run `work` on an event loop and return its result. Must not be called on the loop's own thread.
+    """Run `work` on an event loop and return its result. Do not call this on the loop's own thread.
 
     Raises:
         TimeoutError: the event loop did not answer within ANSWER_SECONDS.

@@ -36,7 +36,8 @@ class _CpuTime:
 class CpuShortage:
     """A watch over a thread and, while that thread sleeps, over all other threads of the process.
 
-    The others count because the sleeping thread may wait for any of them, for example for one that holds a lock.
+    The other threads are watched because the sleeping thread may wait for any of them, for example for one that holds a
+    lock.
     """
 
     def __init__(self, thread_id: int) -> None:
@@ -44,7 +45,7 @@ class CpuShortage:
         self._before: Mapping[Path, _CpuTime] = {}
 
     def restart(self) -> None:
-        """Discard the last look, so that the next call of `seconds` begins a new period."""
+        """Discard the last reading of the counters, so that the next call of `seconds` begins a new period."""
         self._before = {}
 
     def seconds(self, period_seconds: float) -> float:
@@ -57,8 +58,9 @@ class CpuShortage:
         if not now[self._own].ready:
             now |= self._look(_THREADS.iterdir(), period_seconds)
         self._before = now
-        # If the last look read all threads, a thread that is unknown is new, and all of its waiting counts. If the last
-        # look read the watched thread only, it is unknown how long the other threads waited in this period.
+        # If the last reading had all threads, a thread that it does not have is new, so all of the thread's waiting
+        # lies in this period. If the last reading had the watched thread only, it is unknown how long the other threads
+        # waited in this period.
         known = now.keys() if len(before) > 1 else before.keys()
         waits = [now[path].waited_seconds - before.get(path, _UNBORN).waited_seconds for path in known & now.keys()]
         return min(period_seconds, max(waits, default=0.0))
@@ -76,7 +78,7 @@ def _read(thread: Path, before: _CpuTime, period_seconds: float) -> _CpuTime:
         run, queued, _ = map(int, (thread / "schedstat").read_bytes().split())
         ready = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except (FileNotFoundError, ProcessLookupError):
-        # The thread has ended, or the kernel does not count.
+        # The file cannot be read, because the thread has ended or this kernel does not count waiting times.
         return _DEAD
     waits = ready and before.ready and run / 1e9 == before.run_seconds
     return _CpuTime(run / 1e9, queued / 1e9, ready, before.waiting_seconds + period_seconds if waits else 0.0)

@@ -17,9 +17,10 @@ from paramserver.errors import StartError
 
 log = logging.getLogger(__name__)
 
-# Descriptors kept for files that the daemon opens after the count: gRPC's own (six, measured), and for a moment each
-# the token file, certificates, journals of the catalog and connections to the arena's socket.
-RESERVED = 64
+# Descriptors kept for files that the daemon opens after the count: gRPC's own (six, measured), for a moment each the
+# token file, certificates, journals of the catalog and connections to the arena's socket, and MOST_PROCESSES of
+# sessions/client_process.py.
+RESERVED = 64 + 32
 # Connections that are not those of sessions: operators, health checks, and clients that are about to open a session.
 BESIDE_SESSIONS = 64
 LEAST_CONNECTIONS = 8

@@ -1,6 +1,6 @@
 """Structured logs on stderr: one line per event, for people or as JSON.
 
-Owns the escaping of text that clients chose, so that no client can forge log lines.
+This module owns the escaping of text that clients chose, so that no client can forge log lines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def _is_no_gone_client(record: logging.LogRecord) -> bool:
-    """Return False for the stack that gRPC logs when a client leaves during an answer: no operator can act on that."""
+    """Return False for the stack that gRPC logs when a client leaves, because operators cannot act on it."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 

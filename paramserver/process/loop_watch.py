@@ -1,7 +1,7 @@
 """A detector of blocked event loops: a thread schedules a callback on the loop, and notes when it does not run.
 
-Owns the thread and the counts. Must never report a shortage of CPU as a blocked loop. So time is counted in ticks in
-which this thread itself ran, less the waits for a CPU that cpu_shortage.py measures.
+This module owns the thread and the counts. It must never report a shortage of CPU as a blocked loop. So time is counted
+in ticks in which this thread itself ran, less the waits for a CPU that cpu_shortage.py measures.
 
 An idle loop and its watch wake up once each TICK_SECONDS, which takes 0.5 % of a CPU (measured in a virtual machine).
 """
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 STALL_SECONDS = 0.1
 INNERMOST_FRAMES = 12
-# A daemon that stalls all the time must not fill the disk with log lines.
+# The least time between two log lines about stalls, because a daemon that stalls all the time must not fill the disk.
 LOG_INTERVAL_SECONDS = 10.0
 
 
@@ -32,7 +32,7 @@ class LoopWatch:
     """A context that watches an event loop; enter it once, on the loop's thread.
 
     `on_stall` is called from the watching thread, once during each stall, with the stack of the loop's thread. A stall
-    longer than `stall_seconds` plus one tick is always seen, one shorter than `stall_seconds` never.
+    longer than `stall_seconds` plus one tick is always seen, a stall shorter than `stall_seconds` is never seen.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LoopWatch:
                 continue
             silent_ticks += 1
             short_ticks += shortage.seconds(TICK_SECONDS) / TICK_SECONDS
-            # Every thread waits a little for its CPU, so only whole ticks of waiting count as a shortage of CPU.
+            # Every thread waits a little for its CPU, so only whole ticks of waiting are treated as a shortage of CPU.
             stalled_ticks = silent_ticks - round(short_ticks)
             if stalled_ticks < self._stall_ticks:
                 continue
@@ -86,7 +86,10 @@ class LoopWatch:
 
 
 class StallLog:
-    """A callback for LoopWatch: logs the first stall of each LOG_INTERVAL_SECONDS with its stack, counts the others."""
+    """A callback for LoopWatch.
+
+    It logs the first stall of each LOG_INTERVAL_SECONDS with its stack, and counts the others.
+    """
 
     def __init__(self) -> None:
         self._next = 0.0

@@ -1,6 +1,7 @@
-"""What the daemon tells the service manager that started it. The protocol is that of systemd: man 3 sd_notify.
+"""The messages of the daemon to the service manager that started it. The protocol is systemd's: man 3 sd_notify.
 
-Must never fail a start or a stop: without a manager it does nothing, and it logs a manager that cannot be reached.
+This module must never fail a start or a stop: without a manager it does nothing, and if the manager cannot be reached,
+it logs that.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ _VARIABLE = "NOTIFY_SOCKET"
 
 
 def tell_manager(state: str) -> None:
-    """Send a state, such as READY=1, to the socket that NOTIFY_SOCKET names; without that variable, nothing."""
+    """Send a state, such as READY=1, to the socket that NOTIFY_SOCKET names. Without that variable, do nothing."""
     address = os.environ.get(_VARIABLE)
     if not address:
         return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-            # A name that begins with @ is one of the kernel's, without a file.
+            # A name that begins with @ is an abstract one (man 7 unix): the socket has no file, and its name begins
+            # with a zero byte.
             manager.connect("\0" + address[1:] if address.startswith("@") else address)
             manager.sendall(state.encode())
     except OSError as error:

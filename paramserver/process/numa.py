@@ -1,7 +1,8 @@
 """The binding of the daemon to one NUMA node: to its cores, and to its memory for all allocations and the arena.
 
-Call `stay_on` before any thread is started or the arena is allocated, because both inherit the binding. Must never be
-undone. Does not find out which node a disk or a GPU is attached to; the operator chooses the node (`numa_node`).
+Call `stay_on` before any thread is started or the arena is allocated, because both inherit the binding. The binding
+must never be undone. This module does not find out which node a disk or a GPU is attached to; the operator chooses the
+node (`numa_node`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def stay_on(node: int) -> None:
     choose its memory (a container's seccomp profile), log a warning and bind the cores only.
 
     Raises:
-        ConfigError: there is no such node, or this process may use none of its cores.
+        ConfigError: there is no such node, or this process is allowed to use none of its cores.
     """
     cores = _cores_of(node) & os.sched_getaffinity(0)
     if not cores:

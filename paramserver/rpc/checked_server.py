@@ -1,9 +1,9 @@
-"""Registers the methods of services with gRPC, and does in one place what every call needs around its method.
+"""The registration of services' methods with gRPC, and the work that every call needs around its method.
 
-Around each method stand, in this order: the answer to whatever is raised, the parsing of the request, the check of the
-right that the method declares (rpc/rights.py), and, for a call with one answer, the limit that lets the answer come
-before the client's deadline. Requests are parsed here because grpc.aio would end a call that it cannot parse with
-UNKNOWN, and a stack in the log. Must never register a method that declares no right.
+Around each method it puts, in this order: the answer to any error that is raised, the parsing of the request, the check
+of the right that the method declares (rpc/rights.py), and, for a call with one answer, the limit that lets the answer
+come before the client's deadline. Requests are parsed here because grpc.aio would end a call that it cannot parse with
+UNKNOWN, and a stack in the log. This module must never register a method that declares no right.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from paramserver.rpc.status import answering_errors, answering_in_time
 from paramserver.security.gate import Context
 from storage.errors import InvalidRequestError
 
-# Checks the right to make one call, and returns the Principal or the Session that the right is about. The request is
-# None where the client sends a stream of them.
+# A function that checks the right to make one call, and returns the Principal or the Session that the right is about.
+# The request is None if the client sends a stream of requests.
 Admit = Callable[[Any, Context], Any]
-# Takes what gRPC gives, parses the request and checks the right. Returns the request and what Admit has returned.
+# A function that takes what gRPC gives, parses the request and checks the right. It returns the request and the result
+# of Admit.
 _Enter = Callable[[Any, Context], tuple[Any, Any]]
-# Is called with the name, the status and the seconds of each call that has ended, and whether it streams.
+# A function that gets the name, the status and the seconds of each call that has ended, and whether the call streams.
 NoteCall = Callable[[str, grpc.StatusCode, float, bool], None]
-# Calls a method with those of three arguments that it takes: the request, the result of Admit, and the context.
+# A function that calls a method with those of these arguments that the method takes: the request, the result of Admit,
+# and the context.
 _Invoke = Callable[[Any, Any, Context], Any]
 
 _STATUS_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
@@ -52,9 +54,9 @@ class CheckedServer:
         """Wrap a server that has not been started yet.
 
         Args:
-            server: gRPC's own.
+            server: gRPC's server.
             admission: returns the check of a right.
-            describe_waits: says what requests wait for now, for clients whose deadline is near.
+            describe_waits: returns a text that says what requests wait for now, for clients whose deadline is near.
             note_call: counts calls that have ended; None: they are not counted.
         """
         self._server = server
@@ -66,10 +68,10 @@ class CheckedServer:
         """Add a service to the server.
 
         Args:
-            service: what the .proto file says of it.
+            service: the service's descriptor, which is made from the .proto file.
             servicer: has a method for each RPC of the service.
-            library_right: the right that every method of a library's servicer asks for. Such methods declare nothing,
-                and take what gRPC gives: the request and the context.
+            library_right: the right that every method of a library's servicer asks for. Such methods declare no right,
+                and take the request and the context from gRPC.
 
         Raises:
             TypeError: an RPC has no method that declares its right, or declares one that the RPC cannot have.
@@ -91,7 +93,7 @@ class CheckedServer:
         parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
         serialize = None if declared.is_raw else GetMessageClass(rpc.output_type).SerializeToString
         if rpc.client_streaming:
-            # gRPC parses the messages where the method takes them from the stream.
+            # gRPC parses each message when the method takes it from the stream.
             behaviour = _streaming(rpc.name, lambda requests, context: (requests, admit(None, context)), method, invoke)
             return grpc.stream_stream_rpc_method_handler(self._noted(rpc.name, behaviour), parse, serialize)
         assert parse is not None
@@ -134,8 +136,8 @@ def _noting(note: NoteCall, name: str, context: Context, *, is_stream: bool) -> 
         ended_by_client = True
         raise
     finally:
-        # gRPC has the code that a method was aborted with as its enum, or as a number in some versions, and 0 for a
-        # method that was not aborted.
+        # gRPC has the code with which a method was aborted as its enum or, in some versions, as a number. It has 0 for
+        # a method that was not aborted.
         given: Any = context.code()
         code = given if isinstance(given, grpc.StatusCode) else _STATUS_BY_NUMBER[given or 0]
         code = grpc.StatusCode.CANCELLED if ended_by_client else code
@@ -162,7 +164,7 @@ def _unary(name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[
                 async with answering_in_time(context, describe_waits):
                     return await invoke(request, caller, context)
             except NotImplementedError:
-                # Methods that the health service's package declares and does not have.
+                # The health service's package declares methods that it does not implement. They answer with this.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have that method")
 
     return call

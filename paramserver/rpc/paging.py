@@ -17,7 +17,7 @@ _MOST_DIGITS = 9
 
 
 class Place(NamedTuple):
-    """A place in a list of tensors, or of their shards by kind and number. A page holds the places from it on."""
+    """A place in a list of tensors, or of their shards by kind and number. A page begins with its place."""
 
     fqn: str = ""
     kind: int = 0

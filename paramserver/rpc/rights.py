@@ -1,6 +1,6 @@
-"""The right that each RPC asks of its caller, declared where the RPC's method is defined.
+"""The right that each RPC demands of its caller, declared where the RPC's method is defined.
 
-Owns the declarations. Must never check a right: rpc/checked_server.py does, before the method runs.
+This module owns the declarations. It must never check a right: rpc/checked_server.py does, before the method runs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ _ATTRIBUTE = "declared_rights"
 
 
 class Right(enum.Enum):
-    """What a caller must show before a method runs, and what the method then gets beside its request."""
+    """The right that a caller must have before a method runs.
+
+    It also decides what the method gets beside its request.
+    """
 
     NOTHING = enum.auto()
     """Every client may call the method."""
 
     TOKEN = enum.auto()
-    """The call carries a token that counts. The method gets the token's Principal, and checks what it allows."""
+    """The call carries a valid token. The method gets the token's Principal, and checks what the token allows."""
 
     SESSION = enum.auto()
     """The request's `session_id` names a session that the call's principal opened. The method gets the Session."""
 
     ADMIN = enum.auto()
-    """The call's token is an admin's. A method that asks for it with `takes_caller` gets the Principal."""
+    """The call's token is an admin's. A method that declares `takes_caller` gets the Principal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What a method asks of its caller, and how it is called: `method(request[, principal or session][, context])`.
+    """The right that a method demands, and its arguments: `method(request[, principal or session][, context])`.
 
     Attributes:
         takes_context: the method gets gRPC's context as its last argument.
@@ -50,7 +53,7 @@ class Declaration:
 def needs(
     right: Right, *, takes_context: bool = False, is_raw: bool = False, takes_caller: bool = False
 ) -> Callable[[MethodT], MethodT]:
-    """Declare which right a method asks of its caller; see Declaration for the other arguments.
+    """Declare which right a method demands of its caller; see Declaration for the other arguments.
 
     Methods with Right.TOKEN and Right.SESSION always take their caller.
 
@@ -73,5 +76,5 @@ def needs(
 
 
 def declaration_of(method: object) -> Declaration | None:
-    """Return what a method has declared with `needs`, or None."""
+    """Return the Declaration that `needs` has attached to a method, or None."""
     return getattr(method, _ATTRIBUTE, None)

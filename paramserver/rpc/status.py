@@ -1,6 +1,7 @@
-"""The answers to errors: which gRPC status and text a client gets for each, and what is logged.
+"""The answers to errors: which gRPC status and text a client gets for each, and which errors are logged.
 
-Owns the table of status codes, and the log of refusals. Must never send a client the text of an unforeseen error.
+This module owns the table of status codes, and the log of refusals. It must never send a client the text of an
+unforeseen error.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _refusals = RefusalLog()
 
-# A status travels in HTTP headers, which clients limit to 8 KiB, and a character may take twelve bytes there. The limit
-# is needed because a text may quote a name, which is as long as the client has made it.
+# The most characters of a status's text. A status travels in HTTP headers, which clients limit to 8 KiB, and a
+# character may take twelve bytes there. The limit is needed because a text may quote a name, and a client can choose a
+# long one.
 MAX_TEXT = 600
 
-# The daemon answers this long before a client's deadline: the smaller one of these seconds and this share of the time
+# The daemon answers before a client's deadline: earlier by the smaller one of these seconds and this share of the time
 # that the client allows.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.1
@@ -56,7 +58,10 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
 
 
 async def answer(context: Context, error: errors.StorageError) -> NoReturn:
-    """End the call with the status of an error. Returns never: raises once the status is sent, or the client gone."""
+    """End the call with the status of an error.
+
+    It never returns, because it raises once the status is sent or the client is gone.
+    """
     marks = OTHER_MODEL if isinstance(error, errors.OtherModelError) else ()
     await _abort(context, status_code(error), str(error), marks)
 

@@ -1,7 +1,7 @@
 """A certificate authority and certificates signed by it, for tests and for small clusters without a PKI.
 
-Owns the names of the files that it writes. Must never replace an existing authority, because the certificates that it
-has signed would become invalid.
+This module owns the names of the files that it writes. It must never replace an existing authority, because the
+certificates that it has signed would become invalid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paramserver.security.files import replace_file
 AUTHORITY_DAYS = 3650
 # Certificates are valid from a little before they are signed, because the clocks of a cluster differ a little.
 CLOCK_SKEW = datetime.timedelta(minutes=5)
-# A client's name becomes a file name, so only these names are allowed.
+# The names that a client can have. They are restricted, because a client's name becomes a file name.
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("ca", "server")
 

@@ -11,7 +11,7 @@ Fingerprint = tuple[int, int, int]
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Write a file so that readers see the old or the new contents, never a part. Raises OSError."""
+    """Write a file so that readers see the old or the new contents, never a part. It can raise OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:

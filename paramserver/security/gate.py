@@ -1,8 +1,8 @@
-"""The gate that every call passes: finds the principal behind the call's token, and refuses what it may not do.
+"""The gate that every call passes. It finds the principal behind the token, and refuses what that has no right to.
 
-Owns the texts of refusals. They are constant, so that they tell a stranger neither which jobs and sessions exist nor
-how close a wrong token was. The operator finds the rest in the log: which method was refused, to which address, and
-why. Must never log a token.
+This module owns the texts of refusals. They are constant, so that they tell a stranger neither which jobs and sessions
+exist nor how close a wrong token was. The operator finds the rest in the log: which method was refused, to which
+address, and why. This module must never log a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_NAME_LOGGED = 80
 
 
 class RefusedError(Exception):
-    """A call that its caller may not make. The client gets `code` and `text`; the message is for the log only."""
+    """The caller has no right to make the call. The client gets `code` and `text`; the message is for the log only."""
 
     code: grpc.StatusCode
     text: str
@@ -65,8 +65,8 @@ class Gate:
         """Make a gate.
 
         Args:
-            tokens: the tokens that count. None: the gate asks for no token, so every client that reaches the daemon may
-                do everything.
+            tokens: the valid tokens. None: the gate demands no token, so every client that reaches the daemon has all
+                rights.
         """
         self._tokens = tokens
 
@@ -79,10 +79,12 @@ class Gate:
         return self.principal_of(next((v for k, v in context.invocation_metadata() or () if k == AUTHORIZATION), None))
 
     def principal_of(self, given: str | bytes | None) -> Principal:
-        """Return the principal behind the value of an authorization header, on any thread; None: there is no header.
+        """Return the principal behind the value of an authorization header, which is None if the call has no header.
+
+        Any thread may call this.
 
         Raises:
-            UnauthenticatedError: it has no token, an unknown one or an expired one.
+            UnauthenticatedError: the header has no token, an unknown one or an expired one.
         """
         if self._tokens is None:
             return ANYONE
@@ -99,8 +101,8 @@ class Gate:
         """Check that the call's token is an admin's, and return its principal.
 
         Raises:
-            UnauthenticatedError: the call carries no token that counts.
-            ForbiddenError: the token is another role's.
+            UnauthenticatedError: the call carries no token, an unknown one or an expired one.
+            ForbiddenError: the token does not have the role of an admin.
         """
         principal = self.principal(context)
         check_admin(principal)
@@ -108,7 +110,7 @@ class Gate:
 
 
 def check_admin(principal: Principal) -> None:
-    """Check that the principal is an admin. Raises ForbiddenError."""
+    """Check that the principal is an admin. It can raise ForbiddenError."""
     if principal.role is not Role.ADMIN:
         raise ForbiddenError(f"token {principal.name} is no admin's")
 
@@ -133,7 +135,7 @@ def check_deletion(principal: Principal, job: str) -> None:
     """Check that the principal may delete a job, whether or not there is one of that name.
 
     Raises:
-        ForbiddenError: the principal's token does not allow that.
+        ForbiddenError: the principal's token does not allow the deletion.
     """
     if principal.allows_deletion(job):
         return
@@ -153,14 +155,14 @@ def check_owner(principal: Principal, owner: Principal) -> None:
 
 
 class RefusalLog:
-    """A log of refusals that a client cannot use to fill the disk: of a flood it gives only the number."""
+    """A log of refusals that a client cannot use to fill the disk: of many refusals at once it logs only the number."""
 
     def __init__(self) -> None:
         self._logged = 0
         self._suppressed = 0
 
     def note(self, context: Context, method: str, error: RefusedError) -> None:
-        """Log which method was refused to which address, and why. Must be called on the event loop."""
+        """Log which method was refused to which address, and why. Call this on the event loop."""
         if self._logged == 0:
             asyncio.get_running_loop().call_later(REFUSAL_WINDOW_SECONDS, self._end_window)
         if self._logged == MAX_REFUSALS_LOGGED:

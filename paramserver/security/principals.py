@@ -33,5 +33,6 @@ class Principal:
         return self.role is Role.ADMIN or (self.may_delete and self.allows(job))
 
 
-# The principal of every call to a daemon without a token file; the socket's mode and certificates are the only checks.
+# The principal of every call to a daemon without a token file. Such a daemon relies on the mode of its socket and on
+# certificates alone.
 ANYONE = Principal(name="anyone", role=Role.ADMIN)

@@ -1,8 +1,8 @@
-"""Limits on how much of the store one job may use, and all jobs of one token together, by patterns of names.
+"""Limits on how much of the store one job may use, and all jobs of one token together. Patterns of names select them.
 
-Owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for it. The jobs of a token
-are all jobs whose names the token allows, also those that a client with another token made. The catalog holds these
-names, so the set is the same after a restart.
+This module owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for it. The jobs
+of a token are all jobs whose names the token allows, also those that a client with another token made. The catalog
+holds these names, so the set is the same after a restart.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class Quotas:
         self.of = lru_cache(_CACHED_JOBS)(self._find)
 
     def replace(self, section: QuotasSection) -> None:
-        """Use other limits from now on. What a job or a token has already stays, even if it is more."""
+        """Use other limits from now on.
+
+        A job or a token keeps what it has already, even if that exceeds the new limits.
+        """
         self._section = section
         self.of.cache_clear()
 

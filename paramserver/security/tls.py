@@ -1,7 +1,8 @@
 """Mutual TLS for the TCP address: reads and checks certificate files, and loads them again when they change.
 
-Owns the credentials of the server. Must never serve with less than was configured. Files that cannot be used prevent
-the start; later on, the last good contents stay in use.
+This module owns the credentials of the server. It must never serve with less protection than was configured. If the
+files cannot be used at the start, the daemon does not start. If changed files cannot be used later, the last good
+contents stay in use.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class HttpsContext:
     """The TLS context of an HTTP server: it demands a certificate of every client, and follows changes of the files."""
 
     def __init__(self, files: CertificateFiles) -> None:
-        """Read the files. Raises ConfigError; see CertificateFiles.read."""
+        """Read the files. It can raise ConfigError; see CertificateFiles.read."""
         files.read()
         self._files = files
         self._seen = files.fingerprints()
@@ -89,7 +90,7 @@ class HttpsContext:
         self._lock = threading.Lock()
 
     def current(self) -> ssl.SSLContext:
-        """Return the context of the files as they are now, or of the last good ones. May be called on any thread."""
+        """Return the context of the files as they are now, or of the last good ones. It may be called on any thread."""
         with self._lock:
             now = self._files.fingerprints()
             if now != self._seen:

@@ -1,6 +1,6 @@
 """The token file, which holds the hash, the name and the rights of each token. A token is shown once, when it is made.
 
-Owns the file's format. Must never store, print or log a token anywhere else.
+This module owns the file's format. It must never store, print or log a token anywhere else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paramserver.security.principals import Principal, Role
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-# The daemon looks for changes of the file at this interval.
+# The seconds between two looks of the daemon for changes of the file.
 FOLLOW_SECONDS = 1.0
 
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
@@ -132,10 +132,10 @@ def _entry(path: Path, number: int, table: object) -> Entry:
 
 
 class TokenFile:
-    """The tokens that are valid now; `follow` loads the file again when it changes."""
+    """The tokens that are valid now. The task in `follow` loads the file again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises ConfigError as `read_entries` does."""
+        """Read the file. It raises ConfigError like `read_entries`."""
         self._path = path
         # The fingerprint is taken before the file is read, so that a change in between is seen by the first look.
         self._seen = fingerprint(path)

@@ -1,7 +1,7 @@
-"""What a daemon is and how it runs, for operators: its versions and its configuration.
+"""The description of a daemon for operators: its versions and its configuration.
 
-Owns nothing. Must never show a secret: the configuration has the paths of the files with secrets, and nothing of what
-is in these files.
+This module owns nothing. It must never show a secret: the configuration has the paths of the files with secrets, and
+nothing of what is in these files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def describe_config(config: DaemonConfig) -> admin_pb.GetConfigResponse:
 
 
 def _absolute(value: object, shown: Any) -> Any:
-    """Return the shown form of a value; a path is absolute."""
+    """Return the form of a value that operators see; a path is shown as an absolute one."""
     return str(value.absolute()) if isinstance(value, Path) else shown
 
 

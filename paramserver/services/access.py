@@ -1,6 +1,7 @@
 """The check of whether a call's caller has the right that the called method declares (rpc/rights.py).
 
-Owns nothing. Must never remember an answer, because tokens are withdrawn and sessions end between two calls.
+This module owns nothing. It must never remember an answer, because tokens are withdrawn and sessions end between two
+calls.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Access:
         """Return the session with an id.
 
         Raises:
-            UnauthenticatedError: the call carries no token that counts.
-            NotFoundError: the session has ended or never was.
+            UnauthenticatedError: the call carries no token, an unknown one or an expired one.
+            NotFoundError: the session has ended, or there never was one with this id.
             ForeignSessionError: another principal opened it.
         """
         caller = self._gate.principal(context)
@@ -64,4 +65,4 @@ class Access:
 
 
 def _admit_everyone(_: Any, __: Context) -> None:
-    """Admit a call of which nothing is asked."""
+    """Admit a call to a method that demands no right."""

@@ -1,6 +1,6 @@
 """The record of the calls that destroy or stop something: each becomes a line of the audit log and an event.
 
-Owns nothing. Must never change what a call does, or what its caller gets.
+This module owns nothing. It must never change what a call does, or what its caller gets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Audit:
     ) -> ResultT:
         """Do the work of a call, record the call with its result, and return what the work returns.
 
-        Work that has begun is finished and recorded even if the client goes. What the work raises is raised.
+        Work that has begun is finished and recorded even if the client goes. This raises what the work raises.
         """
         return await finished(self._call(verb, request, principal, context.peer(), work))
 

@@ -1,6 +1,7 @@
-"""The configuration with which a daemon runs, and the reading of it anew.
+"""The configuration with which a daemon runs, and its reload.
 
-Owns the present configuration. Must never take over a part of a configuration that cannot be used as a whole.
+This module owns the present configuration. It must never take over a part of a configuration that cannot be used as a
+whole.
 """
 
 from __future__ import annotations
@@ -34,22 +35,24 @@ class Configuration:
         Args:
             config: the configuration of the start.
             read_again: reads it again from the same file, flags and variables; raises ConfigError.
-            quotas: get the quotas of the configuration that is read.
+            quotas: the object that gets the quotas of each configuration that is read.
             check: checks that a daemon with this configuration could carry the jobs that there are now; raises
                 BudgetExceededError.
         """
         self.present = config
         self._read_again = read_again
         self._quotas = quotas
-        # Held from the reading of a configuration until it counts, so that of two calls the later one reads last.
+        # A call holds this lock from the reading of a configuration until it is in effect. So if two calls run at once,
+        # the configuration that was read last stays in effect.
         self._reloading = asyncio.Lock()
         self._check = check
 
     async def reload(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Read the configuration again, and return the keys that count from now on, and those that need a restart.
+        """Read the configuration again. Return the keys that are in effect from now on, and those that need a restart.
 
         Raises:
-            ConflictError: it cannot be used, or its budgets are too small for the jobs here; nothing has changed.
+            ConflictError: the configuration cannot be used, or its budgets are too small for the jobs here; nothing has
+                changed.
         """
         async with self._reloading:
             try:

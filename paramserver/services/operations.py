@@ -1,7 +1,7 @@
 """The methods of StoreAdmin that change a running store: verify, evict, promote, roll back, drain, reload.
 
-Owns nothing. Must never touch a job that has sessions attached, except for its copies in host memory that are not in
-use. A method that destroys or stops something does its work inside of `Audit.call`.
+This module owns nothing. It must never touch a job that has sessions attached, except for its copies in host memory
+that are not in use. A method that destroys or stops something does its work inside of `Audit.call`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
+from paramserver.contract.printable import printable
 from paramserver.events import EventKind, EventLog
 from paramserver.rpc import convert
 from paramserver.rpc.rights import Right, needs
-from paramserver.security.gate import Context
+from paramserver.security.gate import Context, Gate, check_job
 from paramserver.security.principals import Principal
+from paramserver.security.quotas import Quotas
 from paramserver.services.audit import Audit
 from paramserver.services.configuration import Configuration
 from paramserver.services.store_view import StoreView
@@ -32,33 +35,41 @@ MAX_DAMAGE_OF_A_MESSAGE = 100
 # The most parameters that are named for one damaged block. Names have at most 1024 bytes, and clients receive at most
 # 4 MiB in a message.
 MAX_FQNS_OF_A_BLOCK = 16
+# The most characters of a follower's text that are kept.
+MOST_PROBLEM_CHARACTERS = 500
 # The most jobs that the text of an error names.
 MOST_JOBS_OF_AN_ERROR = 20
 
 
-class Operations:
-    """The methods; store_admin.proto says what each of them does. StoreAdmin has them besides its own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminParts:
+    """The parts of a daemon that the methods of StoreAdmin show and change."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sessions: Sessions,
-        view: StoreView,
-        events: EventLog,
-        audit: Audit,
-        drain: Drain,
-        tell_ready: Callable[[bool], Awaitable[None]],
-        configuration: Configuration,
-    ) -> None:
-        """Make the methods; `tell_ready` tells all who ask whether the daemon accepts sessions."""
-        self._engine = engine
-        self._sessions = sessions
-        self._view = view
-        self._events = events
-        self._audit = audit
-        self._drain = drain
-        self._tell_ready = tell_ready
-        self._configuration = configuration
+    engine: Engine
+    sessions: Sessions
+    view: StoreView
+    gate: Gate
+    quotas: Quotas
+    events: EventLog
+    audit: Audit
+    drain: Drain
+    # Tells all who ask whether the daemon accepts sessions.
+    tell_ready: Callable[[bool], Awaitable[None]]
+    configuration: Configuration
+
+
+class Operations:
+    """The methods; store_admin.proto says what each of them does. StoreAdmin inherits them."""
+
+    def __init__(self, parts: AdminParts) -> None:
+        self._engine = parts.engine
+        self._sessions = parts.sessions
+        self._view = parts.view
+        self._events = parts.events
+        self._audit = parts.audit
+        self._drain = parts.drain
+        self._tell_ready = parts.tell_ready
+        self._configuration = parts.configuration
 
     @needs(Right.ADMIN)
     async def Verify(self, request: admin_pb.VerifyRequest) -> AsyncIterator[admin_pb.VerifyResponse]:
@@ -75,7 +86,7 @@ class Operations:
                 if loop.time() >= sent_at + VERIFY_INTERVAL_SECONDS or len(found) == MAX_DAMAGE_OF_A_MESSAGE:
                     yield progress
                     sent_at, found = loop.time(), []
-        # The last message has what was found since the one before it, and the final numbers.
+        # The last message has the damage that was found since the message before it, and the final numbers.
         progress = admin_pb.VerifyResponse(
             verified_bytes=progress.verified_bytes, total_bytes=progress.total_bytes, damage=found
         )
@@ -120,18 +131,39 @@ class Operations:
         self._events.add(EventKind.JOB, name, f"an operator rolled the job back from step {former} to step {step}")
         return admin_pb.RollBackJobResponse(former_step=former or 0)
 
-    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    @needs(Right.TOKEN, takes_context=True)
     async def BeginCopy(
         self, request: admin_pb.BeginCopyRequest, principal: Principal, context: Context
     ) -> admin_pb.BeginCopyResponse:
+        check_job(principal, request.job)
         return await self._audit.call("BeginCopy", request, principal, context, self._begin_copy(request))
 
     async def _begin_copy(self, request: admin_pb.BeginCopyRequest) -> admin_pb.BeginCopyResponse:
         name, run_id = convert.name(request.job, "job"), convert.name(request.run_id, "run_id")
         origin, source = convert.name(request.origin, "origin"), convert.name(request.source, "source")
         resumes = await self._sessions.begin_copy(name, run_id, origin)
-        self._events.add(EventKind.JOB, name, f"an operator copies a step into the job, from {source}")
+        self._events.add(EventKind.JOB, name, f"steps are copied into the job, from {source}")
         return admin_pb.BeginCopyResponse(resumes=resumes)
+
+    @needs(Right.TOKEN)
+    async def ReportReplica(
+        self, request: admin_pb.ReportReplicaRequest, principal: Principal
+    ) -> admin_pb.ReportReplicaResponse:
+        check_job(principal, request.job)
+        name, holder = convert.name(request.job, "job"), convert.name(request.holder, "holder")
+        job = self._engine.jobs.get(name)
+        if job is None:
+            raise no_job(name)
+        self._sessions.replicas.report(
+            name,
+            job.newest,
+            holder=holder,
+            step=convert.step(request.step, "step") if request.HasField("step") else None,
+            sent_bytes=request.sent_bytes,
+            copy_seconds=request.copy_seconds if math.isfinite(request.copy_seconds) else 0.0,
+            problem=printable(request.problem[:MOST_PROBLEM_CHARACTERS]),
+        )
+        return admin_pb.ReportReplicaResponse()
 
     @needs(Right.ADMIN, takes_context=True, takes_caller=True)
     async def Drain(

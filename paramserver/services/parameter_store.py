@@ -1,7 +1,7 @@
 """The ParameterStore service: converts and checks requests, calls the sessions and the engine, and answers.
 
-Owns the count of jobs that are being opened, and nothing else. Must never decide what becomes of a lease: that is the
-work of sessions/grants.py.
+This module owns the count of jobs that are being opened, and nothing else. It must never decide what becomes of a
+lease: that is the work of sessions/grants.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ParameterStore:
         self._quotas = quotas
         self._traces = traces
         self._grants = sessions.grants
-        # The jobs that are being opened, which the engine may not know yet.
+        # The number of calls that are opening each job. The engine may not have such a job yet.
         self._opening: Counter[str] = Counter()
         self._readers = Readers(engine, sessions, quotas)
 
@@ -99,7 +99,7 @@ class ParameterStore:
         )
 
     def _check_jobs(self, owner: Principal, name: str) -> None:
-        """Check that the token may have one job more, if the job is new.
+        """If the job is new, check that the token's quota allows one more job.
 
         Raises:
             BudgetExceededError: the token has as many jobs as its quota allows.
@@ -171,7 +171,7 @@ class ParameterStore:
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
     async def Read(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
-        # The wrapper has checked the token only, because the session is named in the stream's first message.
+        # rpc/checked_server.py has checked the token only, because the stream's first message names the session.
         await self._streams.read(lambda session_id: self._access.session(session_id, context), context)
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)

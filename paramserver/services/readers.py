@@ -1,8 +1,8 @@
-"""The calls of clients that read what is stored and train nothing.
+"""The calls of clients that read stored jobs and train nothing.
 
 Such a client lists jobs and tensors, watches a job's steps as they are committed, and opens readers, each of which
-holds one committed step. Owns the count of readers that are being opened; an open reader belongs to its session. Must
-never change a job, and must not cost anything while no step is committed.
+holds one committed step. This module owns the count of readers that are being opened; an open reader belongs to its
+session. It must never change a job, and must not cost anything while no step is committed.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Readers:
         """
         name = job.spec.name
         while True:
-            # The event is taken before the step is looked at, so that no commit is missed while the client takes the
-            # step from the stream.
+            # The event is taken before the newest step is read, so that this loop misses no commit while the client
+            # takes the step from the stream.
             changed = job.changed
             if job.newest is not None:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))

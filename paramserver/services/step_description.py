@@ -1,6 +1,7 @@
 """The description of a reader's step for a client that stores it elsewhere: everything but the bytes.
 
-Owns nothing. Must never hold the event loop for long, because a job may have 100,000 parameters and as many groups.
+This module owns nothing. It must never hold the event loop for long, because a job may have 100,000 parameters and as
+many groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from storage.shard import GroupSpec
 from storage.slab import Group
 from storage.slices import in_slices
 
-# The most parameters of one message, and the number of shards after which a message with groups is sent.
+# The most parameters of one message. A message with groups is sent once it has this many shards.
 PARAMETERS_A_MESSAGE = 1000
 SHARDS_A_MESSAGE = 4000
 

@@ -1,7 +1,7 @@
 """The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, keeps steps, and deletes jobs.
 
-What changes a running store otherwise is in operations.py. Owns nothing. Must never touch a job that has sessions
-attached. A method that destroys or stops something does its work inside of `Audit.call`.
+The other methods that change a running store are in operations.py. This module owns nothing. It must never touch a job
+that has sessions attached. A method that destroys or stops something does its work inside of `Audit.call`.
 """
 
 from __future__ import annotations
@@ -9,28 +9,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from paramserver.events import KEPT_OF_A_KIND, EventKind, EventLog
+from paramserver.events import KEPT_OF_A_KIND, EventKind
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
-from paramserver.security.gate import Context, Gate, check_deletion, check_job
+from paramserver.security.gate import Context, check_deletion, check_job
 from paramserver.security.principals import Principal, Role
-from paramserver.security.quotas import Quotas
 from paramserver.services.about import describe_config, describe_version
-from paramserver.services.audit import Audit
-from paramserver.services.configuration import Configuration
-from paramserver.services.operations import Operations, no_job
-from paramserver.services.store_view import StoreView
-from paramserver.sessions.drain import Drain
+from paramserver.services.operations import AdminParts, Operations, no_job
 from paramserver.sessions.host_quota import limits_of
-from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
-from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
 from storage.kept_steps import KeptSize
 from storage.shard import Kind, Shard, TierName
@@ -39,7 +32,8 @@ from storage.slices import in_slices
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
-# The most events of one answer, which are all that the log keeps, and the number where the client names none.
+# The most events of one answer, which are all that the log can hold. It is also the number of events if the client does
+# not give one.
 MAX_EVENTS = KEPT_OF_A_KIND * len(EventKind)
 DEFAULT_EVENTS = 100
 
@@ -47,23 +41,11 @@ DEFAULT_EVENTS = 100
 class StoreAdmin(Operations):
     """The methods of StoreAdmin; store_admin.proto says what each of them does."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sessions: Sessions,
-        view: StoreView,
-        gate: Gate,
-        quotas: Quotas,
-        events: EventLog,
-        audit: Audit,
-        drain: Drain,
-        tell_ready: Callable[[bool], Awaitable[None]],
-        configuration: Configuration,
-    ) -> None:
-        """Make the methods of a daemon that starts now; see Operations for `tell_ready`."""
-        super().__init__(engine, sessions, view, events, audit, drain, tell_ready, configuration)
-        self._gate = gate
-        self._quotas = quotas
+    def __init__(self, parts: AdminParts) -> None:
+        """Make the methods of a daemon that starts now."""
+        super().__init__(parts)
+        self._gate = parts.gate
+        self._quotas = parts.quotas
         self._started_at = time.time()
 
     @needs(Right.ADMIN)
@@ -85,7 +67,7 @@ class StoreAdmin(Operations):
 
     @needs(Right.ADMIN)
     async def GetAccounts(self, _: admin_pb.GetAccountsRequest) -> admin_pb.GetAccountsResponse:
-        return admin_pb.GetAccountsResponse(accounts=self._view.accounts())
+        return admin_pb.GetAccountsResponse(accounts=await self._view.accounts())
 
     @needs(Right.ADMIN)
     async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
@@ -125,6 +107,7 @@ class StoreAdmin(Operations):
         if attached := self._sessions.attached(request.job):
             raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
         await self._engine.delete_job(request.job)
+        self._sessions.replicas.forget(request.job)
         self._events.add(EventKind.JOB, request.job, "the job was deleted")
         return admin_pb.DeleteJobResponse()
 
@@ -155,7 +138,7 @@ class StoreAdmin(Operations):
         check_job(principal, request.job)
         name = convert.name(request.job, "job")
         sizes = await self._engine.kept_sizes(name)
-        # A step that was kept or forgotten since has no size here.
+        # The sizes were read before. A step that was kept or forgotten since then has no size here.
         kept = sorted(
             (kept for key, kept in self._engine.kept_steps(name).items() if key in sizes),
             key=lambda kept: (kept.first_step, kept.spec.kept),
@@ -182,7 +165,8 @@ class StoreAdmin(Operations):
     async def WatchEvents(
         self, request: admin_pb.ListEventsRequest, context: Context
     ) -> AsyncIterator[admin_pb.ListEventsResponse]:
-        # A number from before a restart may be higher than all that this daemon has given, and would never be reached.
+        # A number that the client has from before a restart may be higher than any event of this daemon, so the stream
+        # would never send anything.
         seen = min(request.after, self._events.newest_number)
         while True:
             # The number is taken before the events are, so that no event is missed while the client takes them.

@@ -1,7 +1,7 @@
 """The readings of a running store, as the messages of StoreAdmin: tiers, jobs, sessions and accounts.
 
-The admin service sends them to operators, and the metrics are made from them, so both always agree. Owns nothing. Must
-never change the store.
+The admin service sends them to operators, and the metrics are made from them, so both always agree. This module owns
+nothing. It must never change the store.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
+from paramserver.sessions.replicas import Replica
 from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -51,19 +52,19 @@ class StoreView:
 
     @property
     def job_names(self) -> list[str]:
-        """The names of all jobs, sorted; also of those of which nothing but kept steps is left."""
+        """The names of all jobs, sorted, including jobs of which only kept steps are left."""
         return sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})
 
-    def accounts(self) -> Iterator[admin_pb.TierAccount]:
-        """Yield who holds the used bytes of each tier. Visits all shards."""
-        accounts = self._engine.accounts(
-            leased=(lease.arena_range for session in self._sessions for lease in session.leases.values()),
-            quarantined=self._sessions.quarantine.ranges,
+    async def accounts(self) -> Sequence[admin_pb.TierAccount]:
+        """Return who holds the used bytes of each tier. This visits all shards."""
+        accounts = await self._engine.accounts(
+            leased=lambda: [lease.arena_range for session in self._sessions for lease in session.leases.values()],
+            quarantined=lambda: self._sessions.quarantine.ranges,
         )
-        return map(_describe_account, accounts)
+        return [_describe_account(account) for account in accounts]
 
     def sessions(self) -> Sequence[admin_pb.SessionInfo]:
-        """Return what each session is and holds, oldest first."""
+        """Return the description of each session and of what it holds, oldest first."""
         return [self.session(session) for session in self._sessions]
 
     def tiers(self) -> admin_pb.GetTiersResponse:
@@ -105,7 +106,7 @@ class StoreView:
         return info
 
     def session(self, session: Session) -> admin_pb.SessionInfo:
-        """Return what a session is and holds."""
+        """Return the description of a session and of what it holds."""
         writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
         return admin_pb.SessionInfo(
             client=session.client,
@@ -126,7 +127,7 @@ class StoreView:
     async def prefetch(self) -> admin_pb.GetPrefetchResponse:
         """Return the fetch queue, and the window of each session."""
         queue, counters = self._engine.queue, self._engine.host.counters
-        # The engine knows the owner of a window by the id of its session, which may have ended since.
+        # The engine knows the owner of a window by the id of its session. The session may have ended since.
         sessions = {session.session_id: session for session in self._sessions}
         windows = [
             _describe_window(queue.window(owner), sessions.get(owner)) async for owner in in_slices(queue.owners)
@@ -148,7 +149,7 @@ class StoreView:
         )
 
     async def steps(self, name: str) -> admin_pb.ListStepsResponse:
-        """Return the steps of a job that the store holds, oldest first. Visits all shards of the job."""
+        """Return the steps of a job that the store holds, oldest first. This visits all shards of the job."""
         steps = [_describe_step(step) for step in await self._engine.held_steps(name)]
         return admin_pb.ListStepsResponse(steps=steps, state_dir=str(self.state_dir))
 
@@ -156,13 +157,13 @@ class StoreView:
         """Return the figures of a job, which is attached, or committed, or has kept steps."""
         kept = self._engine.kept_steps(name)
         if name not in self._engine.jobs:
-            # Nothing but kept steps is left of the job, because none of its commits was durable before a restart.
+            # Only kept steps are left of the job, because none of its commits was durable before a restart.
             spec = next(iter(kept.values())).spec
             durability = convert.durability_to_wire(spec.durability)
             return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
         job = self._engine.job(name)
         newest, durable = job.newest, max(job.durable, default=None)
-        # All layouts count, because the store has two of them while one replaces the other.
+        # The sums are over all layouts, because the store has two of them while one replaces the other.
         tallies = [layout.tally for layout in self._engine.layouts(name)]
         size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
         size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
@@ -178,10 +179,11 @@ class StoreView:
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
             kept_steps=len(kept),
+            replicas=[_describe_replica(replica, newest) for replica in self._sessions.replicas.of_job(name)],
         )
 
     async def leading_jobs(self, most: int) -> tuple[Sequence[admin_pb.JobInfo], int]:
-        """Return the figures of at most so many jobs, and the number of all jobs.
+        """Return the figures of at most `most` jobs, and the number of all jobs.
 
         Those with sessions come first, then those with the newest commits.
         """
@@ -204,6 +206,18 @@ class StoreView:
         job = self._engine.jobs.get(name)
         committed_at = 0.0 if job is None or job.newest is None else job.retained[job.newest].committed_at
         return self._sessions.attached(name) > 0, committed_at
+
+
+def _describe_replica(replica: Replica, newest: int | None) -> admin_pb.JobInfo.Replica:
+    return admin_pb.JobInfo.Replica(
+        holder=replica.holder,
+        step=replica.step,
+        lag_steps=replica.lag_steps(newest),
+        lag_seconds=replica.lag_seconds(newest),
+        sent_bytes=replica.sent_bytes,
+        copy_seconds=replica.copy_seconds,
+        problem=replica.problem,
+    )
 
 
 def _describe_window(window: WindowState, session: Session | None) -> admin_pb.GetPrefetchResponse.Window:
@@ -249,6 +263,7 @@ def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
         ],
         unexplained_bytes=account.unexplained_bytes,
         settled=account.is_balanced,
+        moved_bytes=account.moved_bytes,
     )
 
 

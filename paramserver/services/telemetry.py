@@ -1,8 +1,8 @@
 """The store's part of the traces that trainers take for an OpenTelemetry collector.
 
 A trainer names the span of its step in the metadata of its calls (W3C's `traceparent`). The spans of the engine that
-belong to its job, and that begin while that step is under way, become children of it. Owns the sender of the spans, and
-which step of which job is traced. Must never send spans of a job whose trainer takes no trace.
+belong to its job, and that begin while that step is under way, become children of it. This module owns the sender of
+the spans, and which step of which job is traced. It must never send spans of a job whose trainer takes no trace.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from paramserver.sessions.session import Session
 from storage.shard import LAYOUT_SEPARATOR
 from storage.tracing import Activity, Span
 
-# The jobs that are remembered, and the steps of each. An operation may end some steps after the one in which it began.
+# The most jobs whose steps are remembered, and the most steps of each job. Several steps are needed, because an
+# operation may end some steps after the one in which it began.
 _MOST_JOBS = 256
 _MOST_STEPS = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Traced:
-    """The steps of one job, oldest first: since when (of time.monotonic()) which step was under way.
+    """The steps of one job, oldest first, each with the time (of time.monotonic()) at which it began.
 
-    A parent of None stands for steps without a trace. `header` is the newest one that was seen, "" for none.
+    A parent of None stands for steps without a trace. `header` is the newest `traceparent` header that a call had; ""
+    if the call had none.
     """
 
     header: str = ""
@@ -48,7 +50,7 @@ class Telemetry:
         self._jobs: OrderedDict[str, _Traced] = OrderedDict()
 
     def note_call(self, session: Session, context: Context) -> None:
-        """Note which step a call of a rank belongs to, if it belongs to one that is traced."""
+        """Note to which step a rank's call belongs, if that step is traced."""
         if session.run is None:
             return
         header = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
@@ -70,7 +72,7 @@ class Telemetry:
 
     def note_span(self, span: Span) -> None:
         """Send an operation that has ended, if the step in which it began is traced."""
-        # Background verification reads bytes of a job at any time, for no step.
+        # Background verification reads a job's bytes at any time, so its spans belong to no step.
         if span.activity is Activity.SCRUB:
             return
         name = span.job.partition(LAYOUT_SEPARATOR)[0]

@@ -1,7 +1,7 @@
 """The store's side of a training step, for the trainers: counters of the tiers, and the spans of the trainer's job.
 
-Owns the spans that wait until a session collects them, whose number is bounded. Must never keep spans for a session
-that does not ask for them, and must never give a session the spans of another job.
+This module owns the spans that wait until a session collects them, whose number is bounded. It must never keep spans
+for a session that does not ask for them, and must never give a session the spans of another job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Traces:
         Args:
             session_id: the session that collects.
             job: the identity of the session's job.
-            ends: this is the session's last call, so no further spans are kept for it.
+            ends: whether this is the session's last call, so that no further spans are kept for it.
         """
         collected = self._collections.pop(session_id, None) or _Collection(job)
         if not ends:
@@ -55,7 +55,7 @@ class Traces:
         )
 
     def end_session(self, session_id: str) -> None:
-        """Discard what is kept for a session that has ended."""
+        """Discard the spans that are kept for a session that has ended."""
         if self._collections.pop(session_id, None) is not None:
             self._listen_if_wanted()
 
@@ -67,7 +67,7 @@ class Traces:
         self._listens = bool(self._collections)
 
     def _on_span(self, span: Span) -> None:
-        # This iterates over a copy, because the event loop's thread may add or remove collections meanwhile.
+        # The loop uses a copy, because the event loop's thread may add or remove collections meanwhile.
         collections = list(self._collections.values())
         is_room = sum(len(collection.spans) for collection in collections) < MAX_SPANS_OF_ALL
         for collection in collections:

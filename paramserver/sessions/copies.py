@@ -1,6 +1,7 @@
-"""The copies of steps of other stores: which run copies what, and the unfinished ones that another run may go on with.
+"""The copies of steps of other stores: which run copies which step, and which copies another run can continue.
 
-Owns the announcements of copies and their timers. Must never touch a job: runs.py does, with what this module says.
+This module owns the announcements of copies and their timers. It must never touch a job: runs.py does, and asks this
+module.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Copies:
         return is_left
 
     def find(self, job: str, run_id: str) -> Copy | None:
-        """Return the copy that a run makes; None: the run is no copy."""
+        """Return the copy that a run makes; None if the run was not announced as a copy."""
         copy = self._copies.get(job)
         return copy if copy is not None and copy.run_id == run_id else None
 

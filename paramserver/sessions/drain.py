@@ -1,7 +1,7 @@
 """The draining of a daemon: it accepts no new session, and says for which sessions a stop has to wait.
 
-Owns the beginning of the draining. Must never end a session: trainers go on until they end by themselves, or until the
-operator stops the daemon.
+This module owns the beginning of the draining. It must never end a session: trainers go on until they end by
+themselves, or until the operator stops the daemon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage.versions import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A session for which a stop waits, and why, for people."""
+    """A session for which a stop waits, and the reason as a text for people."""
 
     session: Session
     why: str
@@ -32,9 +32,9 @@ class Drain:
         """Make the state of a daemon that is not being drained."""
         self._engine = engine
         self._sessions = sessions
-        # The time at which the draining began, in seconds since 1970; None: the daemon is not being drained.
+        # The time at which the draining began, in seconds since 1970; None if the daemon is not being drained.
         self.since: float | None = None
-        # The newest committed step of each job at that time.
+        # The newest committed step of each job at the time `since`.
         self._committed: Mapping[str, int | None] = {}
 
     @property
@@ -61,12 +61,12 @@ class Drain:
             )
 
     def waiting(self) -> Sequence[Waiting]:
-        """Return the sessions whose work would be lost or broken off if the daemon stopped now."""
+        """Return the sessions whose work would be lost or interrupted if the daemon stopped now."""
         reasons = ((session, self._reason(session)) for session in self._sessions)
         return [Waiting(session=session, why=why) for session, why in reasons if why]
 
     def _reason(self, session: Session) -> str:
-        """Return why a stop waits for a session; empty if it need not."""
+        """Return the reason why a stop waits for a session; "" if it does not have to wait."""
         if session.readers:
             return f"it holds {len(session.readers)} readers"
         run = session.run
@@ -81,7 +81,7 @@ class Drain:
         return self._uncommitted(session, run.job.result())
 
     def _uncommitted(self, session: Session, job: Job) -> str:
-        """Return what a rank has under way, unless its job has committed a step since the draining began."""
+        """Return a text about a rank's work under way; "" if its job has committed a step since `since`."""
         if job.newest is None:
             return "its job has no committed step yet"
         if job.newest != self._committed.get(job.spec.name):

@@ -1,8 +1,8 @@
 """The granting and the end of leases, and the updates that use leased gradients.
 
-Owns the numbers of leases; a lease itself belongs to its session. Wants and updates come here as the wire's messages,
-because which of their fields count depends on the state of the session and its job. Must never grant a lease to a
-session that has ended, because nothing would end that lease.
+This module owns the numbers of leases; a lease itself belongs to its session. Wants and updates come here as the wire's
+messages, because the state of the session and its job decides which of their fields are used. This module must never
+grant a lease to a session that has ended, because nothing would end that lease.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
+from paramserver.sessions.client_process import ClientProcesses
 from paramserver.sessions.host_quota import HostQuota, lease_bytes
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session, SessionState
@@ -35,12 +36,13 @@ class Grants:
         self._host_quota = host_quota
         self._shared_ranges = SharedRanges(engine)
         self._lease_ids = itertools.count(1)
+        self._processes = ClientProcesses(engine.arena.slots)
 
     async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
         """Lease a slab or a gradient to a session, once the quotas of its job and its token have room.
 
         Raises:
-            InvalidRequestError: the want's mode is not possible for its kind.
+            InvalidRequestError: a slab of the want's kind cannot be leased in the want's mode.
             NotFoundError: there is no such slab, or the session ended meanwhile.
             ConflictError: the session holds a lease that excludes this one, or has not opened a job.
             StepAbortedError: a rank of the session's run is gone.
@@ -86,8 +88,8 @@ class Grants:
             session: gets the lease.
             reader_id: the reader's number in the session.
             reader: the reader that had that number when the request came.
-            name: what is read, for error texts.
-            wanted: what is read. Leases on equal `wanted` of the same step share one range.
+            name: the name of the tensor or ranges that are read, for error texts.
+            wanted: identifies the bytes that are read. Leases with equal `wanted` on the same step share one range.
             dtype: the type of the elements.
             nbytes: the size of the range.
             fill: brings the bytes into the given memory.
@@ -148,6 +150,9 @@ class Grants:
             self.release_range(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
         session.add_lease(lease)
+        if mode.is_for_writing and session.registers_arena and session.process is None and session.slot is not None:
+            # A client locks its slot before it maps the arena, so the process that may write is known from here on.
+            session.process = self._processes.holder(session.slot)
         return lease
 
     # These methods concern the updates that use leased gradients, and the end of leases.
@@ -266,7 +271,7 @@ class Grants:
     def take_range(self, lease: Lease) -> ArenaRange:
         """End a lease whose range the client's process may still write to.
 
-        Returns the range, which the caller must keep from any other use until that process is gone.
+        Return the range, which the caller must keep from any other use until that process is gone.
         """
         lease.void = True
         if lease.pin is None:

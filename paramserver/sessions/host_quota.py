@@ -1,8 +1,9 @@
-"""The quotas of host memory, to which each job, and all jobs of a token together, are held while they take leases.
+"""The quotas of host memory: limits for each job, and for all jobs of a token together, on the memory that they lease.
 
-These count: slabs that are placed on the host, the ranges of gradients and puts until the engine is done with them, and
-every other lease. Prefetched slabs do not count, because the engine evicts them as soon as another request needs the
-room. Owns the count of bytes that are being granted; all other bytes are counted where they are kept.
+A quota covers slabs that are placed on the host, the ranges of gradients and puts until the engine is done with them,
+and every other lease. It does not cover prefetched slabs, because the engine evicts them as soon as another request
+needs the room. This module owns the count of bytes that are being granted; all other bytes are counted where they are
+kept.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
             covers=principal.allows,
             host_bytes=of_token.host_bytes,
             nvme_bytes=of_token.nvme_bytes,
-            # The bytes of a deleted job stay while a reader of the token holds one of its steps. The token's quota must
-            # count them, because there is no job left whose quota could.
+            # The bytes of a deleted job stay in the store while a reader of the token holds one of its steps. The
+            # token's quota must cover them, because the job with its own quota does not exist any more.
             counts_readers=True,
         ),
     ]
@@ -69,7 +70,8 @@ class HostQuota:
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:
         """Wait until the quotas of the job and the token have room for a lease of that many bytes.
 
-        The block grants the lease. While it runs, the bytes count as being granted; afterwards the lease itself counts.
+        The block grants the lease. While it runs, the bytes are in the sum of those that are being granted; afterwards
+        the lease itself is counted.
 
         Raises:
             BudgetExceededError: the quota is smaller than what is needed, or not enough was released within
@@ -95,7 +97,8 @@ class HostQuota:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._engine.config.admission_timeout_seconds
         while True:
-            # Each look checks all limits, because another limit may be reached during the wait for one.
+            # Each round checks all limits, because while this waits for room under one limit, another limit may be
+            # reached.
             for (limit, jobs), home in zip(scopes, homes, strict=True):
                 assert limit.host_bytes is not None
                 taken = sum(map(self._taken, jobs))
@@ -128,7 +131,7 @@ class HostQuota:
 def _home_bytes(job: Job) -> int:
     """Return the bytes of the job's slabs that are placed on the host.
 
-    The slabs of a job that is not trained count only as far as they are still in host memory.
+    For a job that is not trained, only slabs that are still in host memory are included.
     """
     if job.spec.local_ranks:
         return job.tally.home_bytes
@@ -137,10 +140,11 @@ def _home_bytes(job: Job) -> int:
 
 
 def _counts(lease: Lease) -> bool:
-    """Return whether a lease counts by itself.
+    """Return whether the bytes of a lease are added to the sum of its job.
 
-    A slab that is placed on the host counts as placed already. A range that belongs to no slab counts as the engine's
-    scratch memory, which has a gradient's range also after the lease, while the update uses it.
+    They are not added if another sum already has them. A slab that is placed on the host is in the sum of placed slabs.
+    A range that belongs to no slab is in the engine's scratch memory, which keeps a gradient's range even after the
+    lease, while the update uses it.
     """
     return lease.pin is not None and not lease.pin.slab.at_home_in_host
 

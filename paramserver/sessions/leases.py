@@ -1,6 +1,6 @@
 """The record of a lease: what a session may do with a range of the arena.
 
-Owns nothing: grants.py grants leases and ends them.
+This module owns nothing: grants.py grants leases and ends them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lease:
         reader: RANGE leases: the reader whose step is read.
         dtype: RANGE leases: the type of the elements.
         update: GRADIENT leases: the update that uses the gradient, as long as the client may withdraw it.
-        void: whether the lease has ended, so that its range must not be touched for it any more.
+        void: whether the lease has ended. The daemon then no longer touches the range on behalf of this lease.
     """
 
     lease_id: int
@@ -76,7 +76,7 @@ class Lease:
     def exclusive_subject(self) -> Slab | str | None:
         """The slab, or the name of the gradient's group, on which a session may hold only one such lease.
 
-        None: a session may hold any number of leases of this mode.
+        It is None if a session may hold any number of leases of this mode.
         """
         if self.mode is LeaseMode.GRADIENT:
             return self.group

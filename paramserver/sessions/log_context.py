@@ -1,7 +1,8 @@
-"""The words of a session that each log line gets which is written while the session's work is done.
+"""The words about a session in each log line that is written during the session's work.
 
-Owns nothing: structlog keeps them with the present task, and with the tasks that it begins. Must never give the id of a
-session to the log, because it lets its holder act as the client; a session is named by its client's name.
+This module owns nothing: structlog keeps the words with the present task, and with the tasks that it begins. It must
+never give the id of a session to the log, because a process that has the id can act as the client. The words give the
+client's name instead.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def note_in_logs(session: Session) -> None:
 
 @contextmanager
 def logged_for(session: Session) -> Iterator[None]:
-    """Give the words of a session to the log lines of the block, which no call of the session has begun."""
+    """Give the words of a session to the log lines of a block that runs outside of the session's calls."""
     with bound_contextvars(**_words(session)):
         yield
 
 
 def _words(session: Session) -> dict[str, str | int]:
-    """Return the client's name, and if the session is a rank of a job the job and the step under way.
+    """Return the client's name and, if the session is a rank of a job, the job and the step under way.
 
     Control characters in them are escaped, because clients choose the names.
     """

@@ -1,6 +1,6 @@
 """The notices that the store sends to every client: which tier is degraded, and in which tier requests wait for room.
 
-Owns the list of the troubles that last. Must never send anything: service.py does.
+This module owns the list of lasting troubles. It must never send anything: service.py does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
 from storage.tiers.contract import Tier
 
-# Shorter waits are ordinary, so clients get no notice of them.
+# A request that has waited this long for room causes a notice. Shorter waits are ordinary.
 PRESSURE_SECONDS = 1.0
 
 Response = pb.SessionResponse
@@ -33,7 +33,7 @@ def describe_waits(engine: Engine) -> str:
 
 
 class NoticeBoard:
-    """The troubles that last, by tier. A tier that works well is not in it."""
+    """The lasting troubles by tier. A tier that works well is not on the board."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

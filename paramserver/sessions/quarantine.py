@@ -1,64 +1,114 @@
-"""The ranges of the arena that a process may still write to, although its session has ended.
+"""The ranges of the arena that a process, or its device, may still write to, although its session has ended.
 
 A process that was stopped in the middle of a copy finishes the copy when it wakes up, before it can learn that its
 lease is void. So the daemon uses the range for nothing else until the process has closed the arena or has ended; see
-tests/integration/test_stopped_clients.py. Owns those ranges. Must never free one while the process holds its slot.
+tests/integration/test_stopped_clients.py.
+
+The device of a process that has registered the arena writes on its own. If the process is killed, the kernel releases
+the lock before it closes the process's way to the device, and the driver may close that later still. So the ranges of
+such a process stay in quarantine until its lock is gone, the process has ended, and `late_copy_seconds` have passed; if
+the process cannot be watched, the time counts from the moment at which the lock is gone. A process that waits for its
+device before it leaves says so in its slot, and then the lock alone counts.
+
+This module owns those ranges. It must never free one while the process holds its slot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from paramserver.sessions.client_process import ClientProcess
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 from storage.tiers.slots import Slot
 
-log = logging.getLogger(__name__)
-
 LOOK_SECONDS = 0.1
 
 
-class Quarantine:
-    """The ranges that the daemon may not use again yet.
+@dataclass(slots=True, eq=False)
+class Held:
+    """An ended slot with the ranges that its client may still write to.
 
-    While there are any, the quarantine looks from time to time whether the processes that hold the ended slots are
-    gone, and frees the ranges of those that are.
+    Attributes:
+        registers_arena: whether the client's device may write to the ranges, too.
+        process: the client's process; None: it cannot be watched.
+        quiet_since: when the lock and the process were first seen to be gone, on the event loop's clock.
     """
 
-    def __init__(self, host: HostTier) -> None:
+    slot: Slot
+    ranges: Sequence[ArenaRange]
+    registers_arena: bool = False
+    process: ClientProcess | None = None
+    quiet_since: float | None = None
+
+
+class Quarantine:
+    """The ranges that the daemon must not use again yet.
+
+    While there are any, the quarantine looks from time to time whether the processes that hold the ended slots are
+    gone, and frees the ranges of the processes that are gone.
+    """
+
+    def __init__(self, host: HostTier, late_copy_seconds: float) -> None:
         self._host = host
-        self._held: dict[Slot, Sequence[ArenaRange]] = {}
+        self._late_copy_seconds = late_copy_seconds
+        self._held: list[Held] = []
         self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def ranges(self) -> Iterator[ArenaRange]:
         """The ranges that are in quarantine."""
-        return (range_ for ranges in self._held.values() for range_ in ranges)
+        return (range_ for held in self._held for range_ in held.ranges)
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of all ranges that are in quarantine."""
         return sum(range_.nbytes for range_ in self.ranges)
 
-    def hold(self, slot: Slot, ranges: Sequence[ArenaRange]) -> None:
-        """Keep an ended slot, and the ranges its process may write to, until the process closes the arena or ends."""
-        self._held[slot] = ranges
+    def hold(self, held: Held) -> None:
+        """Keep an ended slot and its ranges until nothing that the client has begun can write to them any more."""
+        self._held.append(held)
         self._look()
 
     def close(self) -> None:
         """Stop looking, because the arena is about to be closed."""
         if self._next_look is not None:
             self._next_look.cancel()
+        for held in self._held:
+            if held.process is not None:
+                held.process.close()
+                held.process = None
 
     def _look(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
+        loop = asyncio.get_running_loop()
+        now, before, self._held = loop.time(), self._held, []
+        for held in before:
+            if self._is_over(held, now):
+                self._free(held)
+            else:
+                self._held.append(held)
+        self._next_look = loop.call_later(LOOK_SECONDS, self._look) if self._held else None
+
+    def _free(self, held: Held) -> None:
+        if held.process is not None:
+            held.process.close()
+        self._host.arena.slots.free(held.slot)
+        for range_ in held.ranges:
+            self._host.free(range_)
+
+    def _is_over(self, held: Held, now: float) -> bool:
+        """Return whether nothing can write to the ranges any more for the client."""
         slots = self._host.arena.slots
-        for slot in [slot for slot in self._held if not slots.is_held(slot)]:
-            ranges = self._held.pop(slot)
-            slots.free(slot)
-            for range_ in ranges:
-                self._host.free(range_)
-        self._next_look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look) if self._held else None
+        if slots.is_held(held.slot):
+            return False
+        if not held.ranges or not held.registers_arena or slots.has_left(held.slot):
+            return True
+        if held.process is not None and not held.process.has_ended():
+            return False
+        if held.quiet_since is None:
+            held.quiet_since = now
+        return now - held.quiet_since >= self._late_copy_seconds

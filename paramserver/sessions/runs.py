@@ -1,7 +1,7 @@
 """The runs of jobs. A run is one launch of a job; it has the ranks on this node, and their votes for a step.
 
 When a rank goes, its run is broken: the step under way can be committed only if every rank has voted for it already.
-Owns the newest run of each job. Must never commit a step without the votes of all ranks on this node.
+This module owns the newest run of each job. It must never commit a step without the votes of all ranks on this node.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from structlog.contextvars import bind_contextvars, unbind_contextvars
 from paramserver.contract.printable import printable
 from paramserver.events import EventKind, EventLog
 from paramserver.sessions.copies import UNFINISHED_SECONDS, Copies
+from paramserver.sessions.replicas import Replicas
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
@@ -44,8 +45,8 @@ class Vote:
 
     Attributes:
         step: the step that they vote for.
-        done: becomes whether the committed step is durable, or the error that ended the vote.
-        client_states: what each rank that has voted wants to find again when it resumes.
+        done: gets True or False, whether the committed step is durable, or the error that ended the vote.
+        client_states: the state that each rank that has voted stores with the step, to find it when it resumes.
         settled: the lowest `settled_step` of those ranks.
     """
 
@@ -60,13 +61,13 @@ class Run(Generic[MemberT]):
     """One launch of a job.
 
     Attributes:
-        job: becomes the job, once the first rank has opened it.
+        job: a future that gets the job, once the first rank has opened it.
         ranks: the members that are attached now, by rank.
         vote: the vote under way.
         committing: the commit under way.
         layout: the change to another layout of the job, once a rank has begun it.
         first_step: the number of the first commit in that layout.
-        broken_by: the rank that has gone. None: no rank has gone.
+        broken_by: the rank that has gone; None: no rank has gone.
         was_closed: whether a rank has gone by closing its session, and not by a broken connection.
     """
 
@@ -97,7 +98,7 @@ class Run(Generic[MemberT]):
         """Check that this run can train the job as it is laid out now.
 
         Raises:
-            ConflictError: it cannot.
+            ConflictError: the run cannot train it.
         """
         # The engine gives a job the parameters object of the run that it opens or lays out the job for. Where the two
         # are the same object, the comparison of ten thousands of parameters at each step is left out.
@@ -106,14 +107,19 @@ class Run(Generic[MemberT]):
 
 
 class Runs(Generic[MemberT]):
-    """The newest run of each job."""
+    """The newest run of each job.
+
+    Attributes:
+        replicas: how far the replicas of jobs in other daemons are.
+    """
 
     def __init__(self, engine: Engine, events: EventLog) -> None:
         self._engine = engine
         self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
         self._copies = Copies(self._end_copy)
-        # The jobs that no rank may open now.
+        self.replicas = Replicas(events)
+        # The jobs that no rank can open now, because a caller of `closed` keeps them closed.
         self._closed: set[str] = set()
 
     def ranks_of(self, job: str) -> Collection[MemberT]:
@@ -121,9 +127,9 @@ class Runs(Generic[MemberT]):
         return self._runs[job].ranks.values() if job in self._runs else ()
 
     async def until_no_vote(self, timeout_seconds: float) -> bool:
-        """Wait until no rank has voted for a step that is not committed yet, and return whether it came to that.
+        """Wait until no vote for a step is under way. Return False if one still is after the time-out.
 
-        When this returns True, no vote was counted since, until the caller waits for something else.
+        If this returns True, no rank votes before the caller's next `await`, because no other task runs before it.
         """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         while votes := [run.committing or run.vote.done for run in self._runs.values() if run.vote is not None]:
@@ -184,8 +190,9 @@ class Runs(Generic[MemberT]):
         self._check_not_closed(spec.name)
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
-            # If the job cannot be opened, each rank that waits for it raises the error.
+            # If the job cannot be opened, the call of each rank that waits for the job raises the error.
             goes_on = self._copies.enter(spec.name, run_id)
+            self.replicas.forget(spec.name)
             opening = unlogged(
                 asyncio.ensure_future(
                     self._open(run, spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
@@ -262,8 +269,8 @@ class Runs(Generic[MemberT]):
         job = await asyncio.shield(run.job)
         run.check_whole()
         run.check_layout(job)
-        # The step is checked before the vote counts, because a vote for a wrong step would keep the ranks from voting
-        # for the right one.
+        # The step is checked before the vote is recorded, because a vote for a wrong step would keep the ranks from
+        # voting for the right one.
         job.open_pending(step)
         if run.vote is None:
             run.vote = Vote(step, unlogged(asyncio.get_running_loop().create_future()))
@@ -296,6 +303,7 @@ class Runs(Generic[MemberT]):
         else:
             how = "committed, durable" if durable else "committed, in memory"
             self._events.add(EventKind.COMMIT, job.spec.name, f"step {vote.step} was {how}")
+            self.replicas.note_commit(job.spec.name, vote.step)
             vote.done.set_result(durable)
         finally:
             run.vote = None
@@ -347,16 +355,16 @@ class Runs(Generic[MemberT]):
     def _can_go_on(self, job: Job) -> bool:
         """Return whether another run could go on with a job's unfinished step.
 
-        It cannot with a layout that is being filled beside the job's present one, because another run begins that anew.
-        Nor can it with puts that are only in host memory and wait for the seal, because the run could not see which
-        these are.
+        It could not if the step belongs to a layout that is being filled beside the job's present one, because another
+        run begins that layout anew. It could not either if puts are only in host memory and wait for the seal, because
+        the run could not see which puts these are.
         """
         if job.pending is None or job.pending.abandoned or self._engine.jobs.get(job.spec.name) is not job:
             return False
         return job.newest is None or not job.tally.has_unbacked
 
     async def _end_copy(self, name: str) -> None:
-        """Discard what an unfinished copy has left, unless a run uses the job."""
+        """Discard the unfinished step that a copy has left, unless a run uses the job."""
         job = self._engine.jobs.get(name)
         if job is None or self.ranks_of(name):
             return

@@ -2,7 +2,7 @@
 
 A daemon has few seats, so each session that one client opens takes a seat from other clients. The last seats are kept
 for clients of the daemon's node, and of these the very last ones for the operator, so that no holder of a job's token
-can keep either out. Owns the counts. Must never look into a session.
+can keep these clients or the operator out. This module owns the counts. It must never look into a session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Standing(enum.Enum):
     """The holder of an admin's token or, without a token file, a client on the UNIX socket. It may take every seat."""
 
     LOCAL = enum.auto()
-    """A client on this node. It may not take the operator's seats."""
+    """A client on this node. It must not take the operator's seats."""
 
     REMOTE = enum.auto()
     """Any other client. It may take neither the operator's seats nor those of local clients."""
@@ -36,7 +36,7 @@ class Visitor:
         owner: the principal behind the call's token.
         peer: the address as gRPC names it: "unix:", "ipv4:10.0.0.7:41318", "ipv6:%5B::1%5D:41318".
         certificate: the common name of the client's certificate, or "" if it showed none.
-        quota: how many sessions the quota of the identity allows. None: there is no such quota.
+        quota: how many sessions the quota of the identity allows; None: there is no such quota.
     """
 
     owner: Principal
@@ -58,7 +58,7 @@ class Visitor:
 
     @property
     def identity(self) -> str:
-        """The client's token or certificate, by name. "" for the operator, and for a client that has shown neither."""
+        """The name of the client's token or certificate; "" for the operator, and for a client without either."""
         if self.standing is Standing.OPERATOR:
             return ""
         if self.owner is not ANYONE:
@@ -67,7 +67,7 @@ class Visitor:
 
     @property
     def address(self) -> str:
-        """The remote machine's address without the port. "" for local clients and for the operator."""
+        """The remote machine's address without the port; "" for local clients and for the operator."""
         return self.peer.rpartition(":")[0] if not self.is_local and self.standing is not Standing.OPERATOR else ""
 
 
@@ -121,7 +121,7 @@ class Seats:
         self._count(visitor, 1)
 
     def release(self, visitor: Visitor) -> None:
-        """Release a seat. Must be called once for each seat, with the visitor that took it."""
+        """Release a seat. Call this once for each seat, with the visitor that took it."""
         self._count(visitor, -1)
 
     def _kept_from(self, standing: Standing) -> int:

@@ -1,7 +1,7 @@
 """The Session call: one stream per client, with the client's heartbeats one way and the store's notices the other.
 
-Owns the streams; sessions.py decides what a session is and when it ends. A stream costs the task of its handler and
-what gRPC needs for it. Must never poll anything for each session, because there may be many.
+This module owns the streams; sessions.py decides what a session is and when it ends. A stream costs the task of its
+handler and what gRPC needs for it. This module must never poll anything for each session, because there may be many.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class SessionService:
         events: EventLog,
         drain: Drain,
     ) -> None:
-        """Begin to look for notices.
+        """Begin to look for troubles of which clients get notices.
 
         Args:
-            engine: is looked at.
-            sessions: open and end with their streams.
+            engine: the engine whose tiers the notices are about.
+            sessions: the sessions, which begin and end with their streams.
             gate: checks the token again at each heartbeat.
             quotas: limit the sessions of a token.
-            welcome: what the welcomes of all sessions have in common.
+            welcome: the fields that the welcome messages of all sessions have in common.
             events: gets the notices, too.
             drain: says whether new sessions are accepted.
         """
@@ -86,7 +86,7 @@ class SessionService:
 
         Raises:
             StorageError: the session was refused, or was ended by the daemon.
-            RefusedError: the session is another principal's, or the token does not count any more.
+            RefusedError: the session is another principal's, or the token is not valid any more.
         """
         seconds = self._sessions.limits.heartbeat_timeout_seconds
         try:
@@ -131,7 +131,7 @@ class SessionService:
         client = convert.name(hello.client, "hello.client")
         if not hello.session_id:
             self._drain.check_open()
-            return self._sessions.open(client, visitor, stream)
+            return self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
         session = self._sessions.get(hello.session_id)
         check_owner(visitor.owner, session.owner)
         self._sessions.take_up(session, visitor.peer, stream)
@@ -155,7 +155,7 @@ class SessionService:
 
     def _announce(self, notice: Notice) -> None:
         for session in self._sessions:
-            # A detached session gets the notices that still apply when its client takes it up.
+            # A detached session gets the notices that still apply when its client takes the session up again.
             if session.state is SessionState.ATTACHED:
                 session.stream.post(notice.tier, pb.SessionResponse(notice=notice))
 
@@ -182,7 +182,7 @@ class SessionService:
             session.stream.end(None)
 
     def close(self) -> None:
-        """Stop looking for notices."""
+        """Stop looking for troubles."""
         self._looking.cancel()
 
 
@@ -260,7 +260,8 @@ class _ServerStream:
                 subject = next(iter(self._waiting))
                 await self._context.write(self._waiting.pop(subject))
         except grpc.aio.BaseError as error:
-            # The stream broke. The task in `listen` gets an error of its own, so this one is only noted.
+            # The stream broke. The task in `listen` gets an error of its own and acts on it, so this task only logs its
+            # error.
             log.debug("a session's stream takes no messages any more: %s", error)
         finally:
             self._writing = None

@@ -1,7 +1,7 @@
 """The record of one connected client's session.
 
-Owns nothing: sessions.py decides when a session changes its state, and grants.py which leases it has. Must never call
-the engine.
+This module owns nothing: sessions.py decides when a session changes its state, and grants.py which leases it has. It
+must never call the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramserver.security.principals import Principal
+from paramserver.sessions.client_process import ClientProcess
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.runs import Run
 from paramserver.sessions.seats import Visitor
@@ -25,7 +26,7 @@ from storage.versions import Job
 
 
 class SessionStream(Protocol):
-    """What a session asks of its stream; service.py has the implementation."""
+    """The methods of a stream that its session calls; service.py implements them."""
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
         """Send a message soon, without waiting. It replaces an older message of that subject that is not sent yet."""
@@ -41,10 +42,10 @@ class SessionState(enum.Enum):
     """The session's stream is open."""
 
     DETACHED = enum.auto()
-    """The session's stream broke. The session keeps all it has until the grace time is over."""
+    """The session's stream broke. The session keeps its leases and readers until the grace time is over."""
 
     ENDED = enum.auto()
-    """The session has lost all that it had, and no call can use it."""
+    """The session has lost its leases and readers, and no call can use it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,10 +58,12 @@ class Session:
     visitor: Visitor
     # The address from which the session's present stream comes.
     peer: str
-    # The session's word in the arena. None: there was no free one, so the client may not map the arena.
+    # The session's word in the arena; None if there was no free slot, so that the client must not map the arena.
     slot: Slot | None
     stream: SessionStream
-    # When the client's last message came, on the event loop's clock.
+    # Whether a device may copy from and to the arena on its own for the client's process.
+    registers_arena: bool
+    # The time at which the client's last message came, on the event loop's clock.
     heard_at: float
     opened_at_unix_seconds: float = field(default_factory=time.time)
     state: SessionState = SessionState.ATTACHED
@@ -72,6 +75,8 @@ class Session:
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
     rank: int = -1
+    # The client's process, if the client registers the arena, holds a write lease, and can be watched.
+    process: ClientProcess | None = None
 
     @property
     def owner(self) -> Principal:

@@ -5,10 +5,11 @@ grace time unless the client takes it up with a new stream. It ends at once when
 heartbeat of an attached session comes for too long.
 
 The end of a session voids its leases. First the session's word in the arena changes, which tells a client that maps the
-arena that its leases are void; only then the daemon uses the ranges for something else.
+arena that its leases are void; only then the daemon uses the ranges for something else. Ranges that the client's
+process or its device may still write to go to the quarantine first.
 
-Owns the sessions, their timers and their readers; service.py owns the streams. Must never free a range that a client's
-process may still write to.
+This module owns the sessions, their timers and their readers; service.py owns the streams. It must never free a range
+that a client's process may still write to.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from paramserver.sessions.grants import Grants
 from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.log_context import logged_for
-from paramserver.sessions.quarantine import Quarantine
+from paramserver.sessions.quarantine import Held, Quarantine
+from paramserver.sessions.replicas import Replicas
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
 from paramserver.sessions.session import Session, SessionState, SessionStream
+from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, NotFoundError
 from storage.reader import StepReader
@@ -56,6 +59,7 @@ class SessionLimits:
 
     heartbeat_timeout_seconds: float
     grace_seconds: float
+    late_copy_seconds: float
     seats: SeatLimits
 
 
@@ -78,7 +82,7 @@ class Sessions:
         # True once the daemon stops. From then on sessions end for no other reason.
         self.is_stopping = False
         self._on_end = on_end
-        self.quarantine = Quarantine(engine.host)
+        self.quarantine = Quarantine(engine.host, limits.late_copy_seconds)
         self._engine = engine
         self._events = events
         self._slots = engine.arena.slots
@@ -114,6 +118,11 @@ class Sessions:
     def _leases_of(self, job: str) -> Iterator[Lease]:
         return (lease for session in self.of_job(job) for lease in session.leases.values())
 
+    @property
+    def replicas(self) -> Replicas:
+        """How far the replicas of jobs in other daemons are."""
+        return self._runs.replicas
+
     def attached(self, job: str) -> int:
         """Return how many sessions have opened a job as its ranks."""
         return len(self.of_job(job))
@@ -129,15 +138,19 @@ class Sessions:
 
     # These methods begin and end sessions.
 
-    def open(self, client: str, visitor: Visitor, stream: SessionStream) -> Session:
+    def open(self, client: str, visitor: Visitor, stream: SessionStream, *, registers_arena: bool) -> Session:
         """Open a session, attached to the stream.
+
+        `registers_arena` says whether a device may copy from and to the arena on its own for the client's process.
 
         Raises:
             BudgetExceededError: a limit of Seats is reached.
         """
         self._seats.take(visitor)
         now = asyncio.get_running_loop().time()
-        session = Session(secrets.token_hex(16), client, visitor, visitor.peer, self._slots.take(), stream, now)
+        session = Session(
+            secrets.token_hex(16), client, visitor, visitor.peer, self._slots.take(), stream, registers_arena, now
+        )
         self._sessions[session.session_id] = session
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         with logged_for(session):
@@ -164,7 +177,7 @@ class Sessions:
     def detach(self, session: Session, stream: SessionStream) -> None:
         """Detach a session whose stream broke: from now on the client has the grace time to take it up again.
 
-        Nothing is done if the client has already taken the session up with another stream.
+        If the client has already taken the session up with another stream, this has no effect.
         """
         if session.state is SessionState.ATTACHED and session.stream is stream:
             session.state = SessionState.DETACHED
@@ -220,10 +233,21 @@ class Sessions:
         self._events.add(EventKind.SESSION, session.client, f"the session ended ({reason}); {held} leases voided")
         if session.run is not None:
             self._runs.leave(session.run, session.rank, is_closed=is_closed)
+            if not self.is_stopping:
+                self._tell_others(session, session.run, reason, is_closed=is_closed)
         self._in_background(self._clean_up(leases, session.run))
 
+    def _tell_others(self, session: Session, run: Run[Session], reason: str, *, is_closed: bool) -> None:
+        """Tell the other ranks of a run that one has gone, because their collectives may not notice it for long."""
+        notice = pb.SessionResponse.Notice(
+            text=f"the session of rank {session.rank} ({session.client}) has ended: {reason}",
+            event=pb.SessionResponse.EVENT_RANK_CLOSED if is_closed else pb.SessionResponse.EVENT_RANK_GONE,
+        )
+        for other in run.ranks.values():
+            other.stream.post((notice.event, session.rank), pb.SessionResponse(notice=notice))
+
     async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
-        """Free the ranges of void leases, then clean up after the run, if any.
+        """Free the ranges of void leases, then clean up after the run, if there is one.
 
         The leases are freed in slices, because a session may hold ten thousands of them.
         """
@@ -244,7 +268,7 @@ class Sessions:
             log.error("what a run left behind could not be cleaned up: %s", error, exc_info=error)
 
     async def close(self) -> None:
-        """End all sessions, and wait until everything is cleaned up after them."""
+        """End all sessions, and wait until their leases are freed and their runs are cleaned up."""
         for session in self:
             self.end(session, "the daemon shuts down")
         self.quarantine.close()
@@ -267,7 +291,12 @@ class Sessions:
 
         Raises:
             ConflictError: another run holds the job, or the rank is taken.
+            NotFoundError: the session has ended.
         """
+        if self._end_lost_copies(spec.name, run_id, "its client was lost, and a run opens its job"):
+            await self._until_cleaned_up()
+            # The session may have ended meanwhile.
+            self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
         run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
@@ -294,13 +323,31 @@ class Sessions:
 
         The sessions of a former copy whose client is lost end at once, and not when their grace time is over.
         """
-        for session in list(self.of_job(job)):
-            if session.state is SessionState.DETACHED and session.run is not None and self._runs.is_copy(session.run):
-                self.end(session, "another copy into its job was begun")
-        # Wait until the leases of the ended sessions are released, because the new run leases the same slabs.
+        self._end_lost_copies(job, run_id, "another copy into its job was begun")
+        await self._until_cleaned_up()
+        return self._runs.begin_copy(job, run_id, origin)
+
+    def _end_lost_copies(self, job: str, run_id: str, reason: str) -> bool:
+        """End the sessions of another run, a copy, whose client is lost; return whether there were any.
+
+        Their grace time would keep the next run from the job.
+        """
+        lost = [
+            session
+            for session in self.of_job(job)
+            if session.state is SessionState.DETACHED
+            and session.run is not None
+            and session.run.run_id != run_id
+            and self._runs.is_copy(session.run)
+        ]
+        for session in lost:
+            self.end(session, reason)
+        return bool(lost)
+
+    async def _until_cleaned_up(self) -> None:
+        """Wait until the leases of ended sessions are released, because the next run leases the same slabs."""
         if self._cleaning_up:
             await asyncio.wait(list(self._cleaning_up))
-        return self._runs.begin_copy(job, run_id, origin)
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
         """Give the session's job another layout; see Runs.begin_layout."""
@@ -319,7 +366,8 @@ class Sessions:
     def _void_leases(self, session: Session) -> list[Lease]:
         """Void all leases of a session, and change the session's word in the arena.
 
-        Returns the leases whose ranges can be freed: all except those that the client's process may still write to.
+        Return the leases whose ranges can be freed: all except those that the client's process or device may still
+        write to.
         """
         leases = list(session.leases.values())
         session.leases.clear()
@@ -331,15 +379,17 @@ class Sessions:
             # not freed is not overwritten. This does not hold while a commit is under way, because the commit may wait
             # for leases, and write to their ranges.
             return []
-        written = [lease for lease in leases if lease.mode.is_for_writing]
+        # A gradient that was handed over is not among them: the client writes to it no more, and the update frees it.
+        written = [lease for lease in leases if lease.mode.is_for_writing and lease.update is None]
         held_back: list[ArenaRange] = []
         if session.slot is not None:
             self._slots.end(session.slot)
-            if self._slots.is_held(session.slot):
+            device_may_write = session.registers_arena and not self._slots.has_left(session.slot)
+            if device_may_write or self._slots.is_held(session.slot):
                 held_back = [self.grants.take_range(lease) for lease in written]
-                leases = [lease for lease in leases if not lease.mode.is_for_writing]
-        if session.slot is not None:
-            self.quarantine.hold(session.slot, held_back)
+                leases = [lease for lease in leases if not lease.mode.is_for_writing or lease.update is not None]
+            self.quarantine.hold(Held(session.slot, held_back, session.registers_arena, session.process))
+            session.process = None
         if held_back:
             log.warning(
                 "%d ranges that %s may still write to are held back until its process closes the arena or ends",

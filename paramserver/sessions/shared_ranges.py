@@ -1,8 +1,8 @@
 """Ranges of readers' steps in the arena, which all sessions that lease the same bytes at the same time share.
 
-So several processes that read the same step, as those that serve one model, take its memory once. Owns the count of
-leases of each range. Must never let a session see another step than its reader's: two readers share a range only if
-they hold the same commit.
+So if several processes read the same step, for example to serve one model, the bytes are in the arena only once. This
+module owns the count of leases of each range. It must never let a session see another step than its reader's: two
+readers share a range only if they hold the same commit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedRanges:
     async def find(self, reader: StepReader, wanted: Hashable) -> SharedRange | None:
         """Return the range with the wanted bytes, leased once more; None if no session leases it.
 
-        If another session is having it read, this waits for the end of that.
+        If the range is being read for another session, this waits until it is.
         """
         while (shared := self._ranges.get((id(reader.record), wanted))) is not None:
             if shared.arena_range is not None:

@@ -101,12 +101,14 @@ class Durability(_message.Message):
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
     class Hello(_message.Message):
-        __slots__ = ("client", "session_id")
+        __slots__ = ("client", "session_id", "registers_arena")
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+        REGISTERS_ARENA_FIELD_NUMBER: _ClassVar[int]
         client: str
         session_id: str
-        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+        registers_arena: bool
+        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ..., registers_arena: _Optional[bool] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
@@ -123,12 +125,16 @@ class SessionResponse(_message.Message):
         EVENT_TIER_RECOVERED: _ClassVar[SessionResponse.Event]
         EVENT_BUDGET_PRESSURE: _ClassVar[SessionResponse.Event]
         EVENT_BUDGET_RELIEVED: _ClassVar[SessionResponse.Event]
+        EVENT_RANK_GONE: _ClassVar[SessionResponse.Event]
+        EVENT_RANK_CLOSED: _ClassVar[SessionResponse.Event]
     EVENT_UNSPECIFIED: SessionResponse.Event
     EVENT_SHUTDOWN: SessionResponse.Event
     EVENT_TIER_DEGRADED: SessionResponse.Event
     EVENT_TIER_RECOVERED: SessionResponse.Event
     EVENT_BUDGET_PRESSURE: SessionResponse.Event
     EVENT_BUDGET_RELIEVED: SessionResponse.Event
+    EVENT_RANK_GONE: SessionResponse.Event
+    EVENT_RANK_CLOSED: SessionResponse.Event
     class Welcome(_message.Message):
         __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis", "patience_millis")
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -170,20 +176,24 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Arena(_message.Message):
-    __slots__ = ("socket_path", "nonce", "size_bytes", "file_path", "generation_offset", "generation")
+    __slots__ = ("socket_path", "nonce", "size_bytes", "file_path", "generation_offset", "generation", "settled_offset", "piece_bytes")
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FILE_PATH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_OFFSET_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     socket_path: str
     nonce: bytes
     size_bytes: int
     file_path: str
     generation_offset: int
     generation: int
-    def __init__(self, socket_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., file_path: _Optional[str] = ..., generation_offset: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    settled_offset: int
+    piece_bytes: int
+    def __init__(self, socket_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., file_path: _Optional[str] = ..., generation_offset: _Optional[int] = ..., generation: _Optional[int] = ..., settled_offset: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("fqn", "shape", "dtype", "trainable")

@@ -289,6 +289,26 @@ class BeginCopyResponse(_message.Message):
     resumes: bool
     def __init__(self, resumes: _Optional[bool] = ...) -> None: ...
 
+class ReportReplicaRequest(_message.Message):
+    __slots__ = ("job", "holder", "step", "sent_bytes", "copy_seconds", "problem")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    holder: str
+    step: int
+    sent_bytes: int
+    copy_seconds: float
+    problem: str
+    def __init__(self, job: _Optional[str] = ..., holder: _Optional[str] = ..., step: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ReportReplicaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -405,7 +425,7 @@ class GetAccountsResponse(_message.Message):
     def __init__(self, accounts: _Optional[_Iterable[_Union[TierAccount, _Mapping]]] = ...) -> None: ...
 
 class TierAccount(_message.Message):
-    __slots__ = ("tier", "used_bytes", "holdings", "unexplained_bytes", "settled")
+    __slots__ = ("tier", "used_bytes", "holdings", "unexplained_bytes", "settled", "moved_bytes")
     class Holding(_message.Message):
         __slots__ = ("holder", "bytes")
         HOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -418,12 +438,14 @@ class TierAccount(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     UNEXPLAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     used_bytes: int
     holdings: _containers.RepeatedCompositeFieldContainer[TierAccount.Holding]
     unexplained_bytes: int
     settled: bool
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[TierAccount.Holding, _Mapping]]] = ..., unexplained_bytes: _Optional[int] = ..., settled: _Optional[bool] = ...) -> None: ...
+    moved_bytes: int
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[TierAccount.Holding, _Mapping]]] = ..., unexplained_bytes: _Optional[int] = ..., settled: _Optional[bool] = ..., moved_bytes: _Optional[int] = ...) -> None: ...
 
 class GetTiersRequest(_message.Message):
     __slots__ = ()
@@ -537,7 +559,7 @@ class ListJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobInfo, _Mapping]]] = ...) -> None: ...
 
 class JobInfo(_message.Message):
-    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds", "kept_steps")
+    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds", "kept_steps", "replicas")
     class TierBytes(_message.Message):
         __slots__ = ("tier", "bytes")
         TIER_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +567,23 @@ class JobInfo(_message.Message):
         tier: _parameter_store_pb2.Tier
         bytes: int
         def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    class Replica(_message.Message):
+        __slots__ = ("holder", "step", "lag_steps", "lag_seconds", "sent_bytes", "copy_seconds", "problem")
+        HOLDER_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        LAG_STEPS_FIELD_NUMBER: _ClassVar[int]
+        LAG_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+        COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        PROBLEM_FIELD_NUMBER: _ClassVar[int]
+        holder: str
+        step: int
+        lag_steps: int
+        lag_seconds: float
+        sent_bytes: int
+        copy_seconds: float
+        problem: str
+        def __init__(self, holder: _Optional[str] = ..., step: _Optional[int] = ..., lag_steps: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +595,7 @@ class JobInfo(_message.Message):
     CREATED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEPT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
     sessions: int
@@ -567,7 +607,8 @@ class JobInfo(_message.Message):
     created_at_unix_seconds: float
     committed_at_unix_seconds: float
     kept_steps: int
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., kept_steps: _Optional[int] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[JobInfo.Replica]
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., kept_steps: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[JobInfo.Replica, _Mapping]]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()

@@ -139,6 +139,11 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.FromString,
                 _registered_method=True)
+        self.ReportReplica = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ReportReplica',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/paramserver.v1.StoreAdmin/Drain',
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.DrainRequest.SerializeToString,
@@ -322,6 +327,14 @@ class StoreAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportReplica(self, request, context):
+        """Tells how far the copy of a job in another daemon is that a follower keeps there. The daemon shows from it how far
+        the copy is behind (JobInfo.replicas, the metrics), until another run opens the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Begins to drain the daemon: it accepts no new session, and its health service answers NOT_SERVING for
         ParameterStore. Sessions that are open go on. A repeated call has no effect.
@@ -459,6 +472,11 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.BeginCopy,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.SerializeToString,
+            ),
+            'ReportReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportReplica,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -1048,6 +1066,33 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/BeginCopy',
             paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ReportReplica',
+            paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ReportReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,7 +59,8 @@ class Catalog:
             DiskFullError, DeviceError: the file system refuses.
         """
         self.path = path
-        # True after a transaction whose COMMIT failed: it may become valid at a crash. See `resolve_doubt`.
+        # True after a transaction whose COMMIT failed, because a crash may still make that transaction valid. See
+        # `resolve_doubt`.
         self.in_doubt = False
         self._ledger = Ledger()
         # The jobs that were read when the catalog was opened, until `load` returns them or a transaction changes them.
@@ -115,8 +116,8 @@ class Catalog:
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
         """Record a job and its layout, or a step that is kept of it. Call this inside `transaction`.
 
-        For a job it is a part of its first durable commit. The catalog keeps a step as a job of its own with one
-        commit, which later commits of the job it was taken of do not change.
+        The engine records a job in the transaction of the job's first durable commit. It records a kept step as a job
+        of its own with one commit, which later commits of the original job do not change.
         """
         parameters = parameters_to_text(spec.parameters)
         row = (spec.stored_as, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
@@ -211,7 +212,7 @@ class Catalog:
                 self._delete(job)
 
     def add_file(self, directory: str) -> int:
-        """Record a data file, in a transaction of its own, and return its number."""
+        """Record a data file, in a transaction of its own, and return the number of the file."""
         number = self._next_id("files")
         with self.transaction():
             self._put_file(number, directory)

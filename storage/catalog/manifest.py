@@ -73,7 +73,7 @@ class Manifest:
         return manifest
 
     def pack(self) -> bytes:
-        """Return the bytes that the catalog keeps; `unpack` is the inverse."""
+        """Return the manifest as the bytes that the catalog stores; `unpack` is the inverse."""
         header = _HEADER.pack(len(self.entries), len(self.extents), len(self.checksums))
         return b"".join([header, self.entries.tobytes(), self.extents.tobytes(), self.checksums.tobytes()])
 

@@ -23,7 +23,7 @@ from storage.errors import DataLossError
 from storage.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
 
-# Look-ups, because an enum's call takes several times as long, and there are four for each slab.
+# Dictionaries, because to call the enum takes several times as long as a look-up, and each slab needs four.
 _DTYPES = {dtype.value: dtype for dtype in DType}
 _TIERS = {tier.value: tier for tier in TierName}
 
@@ -43,7 +43,8 @@ class VerifiedJob:
             LookupError, TypeError, ValueError: the rows are as they were written, but do not describe a valid job.
         """
         identity, world_size, every_steps, parameters, created_at = self.entry.row
-        # A name without the later parts is that of a job, which is no kept step.
+        # The parts of an identity are the names of the job and of its layout, and for a kept step also its own name and
+        # its note. A part that an identity does not have is "".
         name, layout, kept, note = (*identity.split(LAYOUT_SEPARATOR), "", "", "")[:4]
         spec = JobSpec(
             name=name,

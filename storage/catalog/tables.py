@@ -89,7 +89,7 @@ def connect(path: Path) -> sqlite3.Connection:
     if path.exists():
         with path.open("rb") as file:
             header = file.read(100)
-        # SQLite would open such a file read-only, and the first commit would fail.
+        # SQLite would open a file with an unknown write version read-only, and the first commit would fail.
         if header.startswith(b"SQLite format 3\0") and header[18] > 2:
             raise DataLossError(f"{path} is damaged (its header has an unknown write version); {REMEDY}")
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -167,7 +167,7 @@ def _expected(version: int) -> set[tuple[str, ...]]:
 def errors(path: Path, *, opening: bool = False) -> Iterator[None]:
     """Translate SQLite's errors within the block to the engine's types.
 
-    While `opening`, an error of an unknown cause, or a row that cannot be parsed, counts as damage.
+    While `opening`, an error of an unknown cause, or a row that cannot be parsed, is translated to DataLossError.
     """
     try:
         yield

@@ -1,12 +1,15 @@
 """The arena: the shared memory behind the host tier, and its allocator of exact, page-aligned ranges.
 
-Owns the memory and the free list; safe from any thread. Knows nothing of what the ranges hold. Every range has a
-generation number that no other range ever had, so a late reference to a range that was reused is recognized.
+This module owns the memory and the free list; its methods can be called on any thread. It does not know what the ranges
+hold. Every range has a generation number that no other range ever had, so a late reference to a range that was reused
+is recognized.
 
 The first pages are the header:
 - the nonce, random bytes that the daemon also sends to clients: a client that finds them in the memory that it has
   mapped knows that it is on the daemon's machine;
 - the mark, by which a file is recognized as an arena;
+- the settled word: how many bytes, from the beginning, the collapser thread has passed. Clients register the arena with
+  the driver of their device behind it, because the kernel cannot move pages into huge ones that a driver has pinned;
 - the slots (see slots.py).
 """
 
@@ -31,6 +34,11 @@ log = logging.getLogger(__name__)
 NAME = "paramserver-arena"
 NONCE_BYTES = 32
 MARK = b"paramserver-arn1"
+SETTLED_BYTE = NONCE_BYTES + len(MARK)
+_WORD_BYTES = 8
+# No range crosses a multiple of this, unless it is longer. Clients register the arena with the driver of their device
+# in such pieces, and drivers refuse a copy that crosses from one registration into another, or into memory without one.
+PIECE_BYTES = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class Arena:
         path: Path | None = None,
         huge_pages: bool = False,
         lock_memory: bool = False,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """Allocate and map the memory.
 
@@ -61,6 +70,7 @@ class Arena:
             slots: the number of slots in the header.
             path: the name of the memory on a tmpfs; None: it has no name.
             huge_pages: use reserved huge pages. If the system refuses, a warning is logged and ordinary ones are used.
+            piece_bytes: no range crosses a multiple of this, unless it is longer; a multiple of a page.
             lock_memory: lock the memory. If the system refuses, a warning is logged and the arena can be swapped out.
 
         Raises:
@@ -81,13 +91,16 @@ class Arena:
         self.slots = Slots(self._view[: self.header_bytes], self.fd, slots)
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
-        self._free = FreeRuns()
+        self._piece_bytes = piece_bytes
+        self._free = FreeRuns(piece_bytes)
         self._free.add(self.header_bytes, self.size_bytes)
         # The bytes that the collapser thread has moved from ordinary pages into huge ones so far.
         self.collapsed_bytes = 0
         self._closing = threading.Event()
         self._collapser = threading.Thread(target=self._collapse, name="arena-huge-pages", daemon=True)
-        if not self.huge_pages:
+        if self.huge_pages:
+            self._settle(self.size_bytes)
+        else:
             self._collapser.start()
 
     def _create(self, path: Path | None) -> int:
@@ -98,12 +111,23 @@ class Arena:
     def _collapse(self) -> None:
         """Move the memory into huge pages while it is in use. This takes 0.3 to 3 s for each GiB (measured)."""
         try:
-            for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
+            for end, nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
                 self.collapsed_bytes += nbytes
                 if self._closing.is_set():
                     return
+                self._settle(end)
         except DeviceError as error:
             log.warning("the arena stays in ordinary pages: %s", error)
+        self._settle(self.size_bytes)
+
+    def _settle(self, nbytes: int) -> None:
+        """Write the settled word: from now on, the first `nbytes` bytes stay in the pages that they are in."""
+        self._view[SETTLED_BYTE : SETTLED_BYTE + _WORD_BYTES] = nbytes.to_bytes(_WORD_BYTES, "little")
+
+    @property
+    def settled_bytes(self) -> int:
+        """How many bytes, from the beginning, stay in the pages that they are in."""
+        return int.from_bytes(self._view[SETTLED_BYTE : SETTLED_BYTE + _WORD_BYTES], "little")
 
     def finish_collapse(self) -> int:
         """Wait until the collapser thread has ended, and return the bytes that it has moved into huge pages."""
@@ -125,6 +149,9 @@ class Arena:
         """
         need = round_up(nbytes)
         with self._lock:
+            if need > self._piece_bytes:
+                start = self._free.take_across(need)
+                return None if start is None else ArenaRange(start, need, next(self._generations))
             run = self._free.highest_fit(need) if from_top else self._free.lowest_fit(need)
             if run is None:
                 return None

@@ -1,6 +1,6 @@
 """The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
-Owns the watch over the tiers' devices, and closes the tiers. Must not copy the bytes of a move.
+This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class BackingTiers:
     async def copy_to_durable(self, region: Region) -> Region:
         """Copy a region, read and verified, into a new region of the durable tier, and return the new one.
 
-        The caller uses this for a region on another tier, and for a doubtful region of the durable tier.
+        The caller uses this for a region on another tier, and for a region of the durable tier whose sync failed: its
+        bytes may not have reached the device, and no later sync can tell (see `Region.doubtful`).
 
         Raises:
             DamagedBlockError: the bytes of the region are damaged.

@@ -35,7 +35,10 @@ class BusyClock:
 
     @property
     def elapsed(self) -> float:
-        """The seconds so far, with those of the operations that are under way."""
+        """The seconds, up to now, during which at least one operation was under way.
+
+        Overlapping operations count once.
+        """
         return self.seconds + (time.perf_counter() - self._since if self._running else 0.0)
 
     def __enter__(self) -> None:
@@ -55,6 +58,8 @@ class TierCounters:
     demotions: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    # Bytes of the tier that were allocated, and bytes that were freed.
+    moved_bytes: int = 0
     reading: BusyClock = field(default_factory=BusyClock)
     writing: BusyClock = field(default_factory=BusyClock)
     fetching: BusyClock = field(default_factory=BusyClock)

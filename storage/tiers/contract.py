@@ -186,7 +186,7 @@ class BackingTier(Tier, Protocol[RegionT]):
         """Fill the buffers of all moves with verified bytes. The regions are held until that is done.
 
         Raises:
-            DamagedBlockError: a block is not what was written, also when it is read again.
+            DamagedBlockError: a block does not have the bytes that were written, also when it is read again.
             DeviceError: the bytes cannot be read.
         """
         ...
@@ -219,7 +219,8 @@ class DurableTier(BackingTier[RegionT], Protocol[RegionT]):
         """Wait until the devices have all bytes that were written before this call.
 
         Raises:
-            DeviceError: a device may have lost bytes. What was written since the last sync is doubtful.
+            DeviceError: a device may have lost bytes that were written since the last sync. Their regions become
+                `doubtful`.
         """
         ...
 
@@ -229,6 +230,10 @@ class DurableTier(BackingTier[RegionT], Protocol[RegionT]):
 
     def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> RegionT:
         """Return the region of a version that is in the catalog, from the values that `stored` returned."""
+        ...
+
+    def is_damaged(self, region: RegionT) -> bool:
+        """Return whether the region has pages that were found damaged and are never used again."""
         ...
 
     def damaged_bytes(self, regions: Iterable[RegionT]) -> int:

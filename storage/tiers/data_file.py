@@ -1,7 +1,7 @@
 """One data file on one device: its free space, its I/O engine, and the measured bandwidth of the device.
 
-Owns the file's length, and the lock of its directory. Does not know what an extent holds; the catalog does. After a
-crash, all extents that the catalog does not name are free.
+This module owns the file's length, and the lock of its directory. It does not know what an extent holds; the catalog
+does. After a crash, all extents that the catalog does not name are free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROWTH_BYTES = 64 << 20
 PROBE_BYTES = 32 << 20
 # A sample of the bandwidth is taken once this many bytes were moved, because smaller samples are too noisy.
 SAMPLE_BYTES = 64 << 20
-# The weight of a new sample in the moving average of the bandwidth.
+# The weight of a new sample in the moving average of the bandwidth, between 0 and 1.
 SAMPLE_WEIGHT = 0.3
 
 
@@ -81,7 +81,7 @@ class DataFile:
                 *(path.name, path.parent),
             )
         self._lock_fd = lock_fd
-        # The measured bandwidth in bytes per second; None: not measured yet.
+        # The measured bandwidth of the device in bytes per second; None if it was not measured yet.
         self.bandwidth: float | None = None
         self._sampled = self.io.load
 

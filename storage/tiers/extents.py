@@ -1,4 +1,4 @@
-"""The allocator of extents in a data file: it knows which parts of the file are free. Does no I/O."""
+"""The allocator of extents in a data file: it knows which parts of the file are free. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExtentAllocator:
     def usable_bytes(self) -> int:
         """The bytes that one allocation can certainly get.
 
-        Rests of runs below SPLIT_BYTES do not count, because only the last part of an allocation can use them.
+        This leaves out the rests of runs below SPLIT_BYTES, because only the last part of an allocation can use them.
         """
         return self._free.whole_units(SPLIT_BYTES) * SPLIT_BYTES
 
@@ -76,7 +76,7 @@ class ExtentAllocator:
     def _take(self, need: int) -> Extent | None:
         """Allocate one extent: `need` bytes of the shortest run that holds them, else the longest run's whole units.
 
-        Returns None if no run has a unit of SPLIT_BYTES left.
+        Return None if no run has a unit of SPLIT_BYTES left.
         """
         shortest = self._free.shortest_fit(need)
         if shortest is not None:

@@ -1,6 +1,6 @@
-"""Free space in one dimension: sorted, disjoint runs that never touch. The arena and the data files use it.
+"""Free space in one dimension: sorted, disjoint runs. The arena and the data files use it.
 
-Owns no lock: a caller that shares the runs between threads must have one.
+This module owns no lock: a caller that shares the runs between threads must have one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 
 
 class FreeRuns:
-    """Free runs `[start, end)`, ordered by start. Runs that touch are joined."""
+    """Free runs `[start, end)`, ordered by start. Runs that touch are joined, except at multiples of `barrier`.
 
-    def __init__(self) -> None:
+    So what is taken from one run never crosses a multiple of `barrier`.
+    """
+
+    def __init__(self, barrier: int | None = None) -> None:
+        self._barrier = barrier
         # The numbers are packed so that numpy searches all lengths in one pass: there may be tens of thousands of runs.
         self._starts = array("q")
         self._lengths = array("q")
@@ -54,11 +58,37 @@ class FreeRuns:
     def add(self, start: int, end: int) -> None:
         """Make `[start, end)` free, and join it with its neighbours."""
         self.free_bytes += end - start
+        if self._barrier is not None:
+            while (barrier := (start // self._barrier + 1) * self._barrier) < end:
+                self._join(start, barrier)
+                start = barrier
+        self._join(start, end)
+
+    def take_across(self, length: int) -> int | None:
+        """Take `length` from runs that touch at barriers, and return the start of what is taken.
+
+        None if there are no such runs. The lowest ones are taken. Only for what is longer than `barrier`.
+        """
+        first = start = end = 0
+        for i in range(len(self)):
+            begin, run_end = self[i]
+            if begin != end or not i:
+                first, start = i, begin
+            end = run_end
+            if end - start >= length:
+                self.free_bytes -= end - start
+                del self._starts[first : i + 1], self._lengths[first : i + 1]
+                if end - start > length:
+                    self.add(start + length, end)
+                return start
+        return None
+
+    def _join(self, start: int, end: int) -> None:
         i = bisect.bisect_left(self._starts, start)
-        if i < len(self._starts) and self._starts[i] == end:
+        if i < len(self._starts) and self._starts[i] == end and not self._is_barrier(end):
             end += self._lengths[i]
             del self._starts[i], self._lengths[i]
-        if i > 0 and self._starts[i - 1] + self._lengths[i - 1] == start:
+        if i > 0 and self._starts[i - 1] + self._lengths[i - 1] == start and not self._is_barrier(start):
             self._lengths[i - 1] += end - start
         else:
             self._starts.insert(i, start)
@@ -75,6 +105,9 @@ class FreeRuns:
             if not from_top:
                 self._starts[index] += length
         return end - length if from_top else start
+
+    def _is_barrier(self, place: int) -> bool:
+        return self._barrier is not None and place % self._barrier == 0
 
     def _fitting(self, length: int) -> NDArray[np.intp]:
         return np.flatnonzero(np.asarray(self._lengths) >= length)

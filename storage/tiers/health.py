@@ -1,4 +1,4 @@
-"""Detects devices that do not answer, and raises an error in the calls that wait for them.
+"""This module detects devices that do not answer, and raises an error in the calls that wait for them.
 
 A read or a write that the kernel has begun cannot be cancelled: its buffer and its extents stay in use until the device
 answers. So the operation itself continues in the background and cleans up at its end. Only the calls that wait for it
@@ -27,12 +27,12 @@ class Device(Protocol):
 
     @property
     def device_name(self) -> str:
-        """The device, for operators."""
+        """The name by which an operator knows the device, such as a file's path."""
         ...
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the oldest request has been at the device; 0 where there is none."""
+        """For how many seconds the oldest request has been at the device; 0 if no request is there."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The host tier: ranges of the arena under its exact budget, with fair waiting that ends at a deadline.
 
-Owns the arena and the queue of requests that wait for room. Must not choose which copies to evict when room is short:
-the `RoomMaker` does.
+This module owns the arena and the queue of requests that wait for room. It must not choose which copies to evict when
+room is short: the `RoomMaker` does.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class HostTier:
 
     def free(self, range_: ArenaRange) -> None:
         """Free a range, and serve the allocations that wait for room."""
-        self.arena.free(range_)
+        self._free(range_)
         self.room_made()
 
     def room_made(self) -> None:
@@ -219,14 +219,19 @@ class HostTier:
             if (evicted := self._room_maker.evict(later_than)) is None:
                 return None
             self.counters.demotions += 1
-            # Free the range in the arena directly. `HostTier.free` would serve the tasks that wait before this request.
-            self.arena.free(evicted)
+            # `HostTier.free` would serve the tasks that wait before this request.
+            self._free(evicted)
+        self.counters.moved_bytes += range_.nbytes
         return range_
+
+    def _free(self, range_: ArenaRange) -> None:
+        self.counters.moved_bytes += range_.nbytes
+        self.arena.free(range_)
 
     def _refuse(self, waiter: _Waiter) -> None:
         """Fail a request whose deadline has passed."""
         if waiter.granted.done():
-            # The request was granted or cancelled just now, and its task has not run since then.
+            # The request was granted or cancelled at the same moment, and its task has not run since then.
             return
         waiter.granted.set_exception(
             BudgetExceededError(

@@ -34,8 +34,8 @@ class IoRequest:
         offset: the byte of the file at which the move begins.
         buffer: whole, page-aligned pages of host memory.
         check: a function that is called on some thread of the I/O engine. After a read it raises DataLossError if the
-            bytes are wrong; they are then read and checked once more before the error counts. Before a write it records
-            the bytes' checksums. None: no check.
+            bytes are wrong; they are then read and checked once more, and only a second error is raised. Before a write
+            it records the bytes' checksums. None: no check.
     """
 
     offset: int

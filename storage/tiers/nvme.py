@@ -1,9 +1,9 @@
 """The NVMe tier: one preallocated data file in each directory, if possible on different devices, and regions in them.
 
-Owns the files, the budget over all of them, and what is known of the health of the devices. A region is a list of
-extents of the files. Bytes are spread over the devices in proportion to their measured speed. Must never give out bytes
-that are not verified, except to a caller of `read_raw`, which verifies them itself while they are in the processor's
-cache.
+This module owns the files, the budget over all of them, and the list of damaged extents. A region is a list of extents
+of the files. Bytes are spread over the devices in proportion to their measured speed. This module must never give out
+bytes that are not verified, except to a caller of `read_raw`, which verifies them itself while they are in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -197,6 +197,7 @@ class NvmeTier:
             self._grow(round_up(nbytes))
             extents = self._place(nbytes)
             assert extents is not None
+        self.counters.moved_bytes += round_up(nbytes)
         return NvmeRegion(self, extents, Checksums(label, round_up(nbytes)))
 
     def stored(self, region: NvmeRegion) -> tuple[tuple[Extent, ...], bytes]:
@@ -210,6 +211,14 @@ class NvmeTier:
             DataLossError: the checksums do not fit `nbytes`, which are whole pages.
         """
         return NvmeRegion(self, extents, Checksums(label, nbytes, checksums))
+
+    def is_damaged(self, region: NvmeRegion) -> bool:
+        """Return whether the region has pages that were found damaged and are never used again."""
+        return bool(self.bad) and any(
+            extent.file == bad.file and extent.offset < bad.end and bad.offset < extent.end
+            for extent in region.extents
+            for bad in self.bad
+        )
 
     def damaged_bytes(self, regions: Iterable[NvmeRegion]) -> int:
         """Return the number of damaged bytes that are never used again and lie outside of `regions`."""
@@ -259,6 +268,7 @@ class NvmeTier:
         region.holders -= 1
         if region.holders:
             return
+        self.counters.moved_bytes += region.nbytes
         self._unsynced.discard(region)
         self._damaged.pop(region, None)
         for extent in region.extents:
@@ -350,7 +360,7 @@ class NvmeTier:
         """Fill the buffers with verified bytes. Bytes that are neighbours on a device are read together.
 
         Raises:
-            DamagedBlockError: a block is not what was written, also when it is read again.
+            DamagedBlockError: a block does not have the bytes that were written, also when it is read again.
             DeviceError: the bytes cannot be read.
         """
         try:
@@ -424,8 +434,8 @@ class NvmeTier:
         """Wait until the devices have all bytes that were written before this call.
 
         Raises:
-            DeviceError: a device may have lost bytes. What was written since the last sync is doubtful: see
-                `NvmeRegion`.
+            DeviceError: a device may have lost bytes that were written since the last sync. Their regions become
+                doubtful; see `NvmeRegion`.
         """
         covered = {region for region in self._unsynced if not region.writers}
         try:

@@ -1,12 +1,17 @@
 """The slots in the arena's header, by which a process that maps the arena learns that its session has ended.
 
-A slot is a word of eight bytes. The daemon gives each session a slot with a new generation number, and writes the
-number into the word. When the session ends, the daemon writes another value (0), so the client knows that it must not
-write to the arena any more.
+A slot is two words of eight bytes. The daemon gives each session a slot with a new generation number, and writes the
+number into the first word. When the session ends, the daemon writes another value (0), so the client knows that it must
+not write to the arena any more.
 
 The client holds an exclusive record lock on the word's first byte as long as it may write. The kernel releases the lock
 when the process ends in whatever way, and never while the process is only stopped. The daemon reuses a slot only when
-no process holds its lock. Knows nothing of sessions or clients.
+no process holds its lock.
+
+A client that has registered the arena with the driver of its device writes the generation into the second word when the
+device has done all copies, and only then lets the lock go. If the process is killed, the second word does not have the
+generation although the lock is gone: the device may still write to the arena. This module knows nothing of sessions or
+clients.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from dataclasses import dataclass
 
 from storage import syscalls
 
-# The slots begin after the nonce and the mark. Slots of 16 bytes have room for the word, and 256 of them fit in a page.
+# Before the slots, the arena's header has three other entries: the nonce, the mark and the settled word, whose places
+# are in arena.py. 256 slots fit in a page.
 FIRST_SLOT_BYTE = 64
 SLOT_BYTES = 16
 _WORD_BYTES = 8
@@ -54,7 +60,9 @@ class Slots:
         if not self._free:
             return None
         slot = Slot(self._free.popleft(), next(self._generations))
-        self._words[slot.offset // _WORD_BYTES] = slot.generation
+        index = slot.offset // _WORD_BYTES
+        self._words[index + 1] = 0
+        self._words[index] = slot.generation
         return slot
 
     def end(self, slot: Slot) -> None:
@@ -64,6 +72,14 @@ class Slots:
     def is_held(self, slot: Slot) -> bool:
         """Return whether a client holds the lock of the slot, and so may still write to the arena."""
         return syscalls.is_locked_elsewhere(self._fd, slot.offset)
+
+    def holder(self, slot: Slot) -> int | None:
+        """Return the id of the process that holds the slot's lock; None if no process that is visible here does."""
+        return syscalls.locker(self._fd, slot.offset)
+
+    def has_left(self, slot: Slot) -> bool:
+        """Return whether the client has said that its device has done all copies from and to the arena."""
+        return self._words[slot.offset // _WORD_BYTES + 1] == slot.generation
 
     def free(self, slot: Slot) -> None:
         """Free an ended slot whose lock no process holds, so that it can be taken again."""

@@ -2,7 +2,7 @@
 
 Reads and writes have a lane each: a priority queue with its worker threads. Waiting requests that are neighbours in the
 file become one system call, so that many small shards cost as little as one large one. Checks run on a thread of their
-own, so that the device does not wait for them. Owns the file's descriptor and the threads.
+own, so that the device does not wait for them. This module owns the file's descriptor and the threads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """DeepSpeed's launcher of ranks, adapted. The processes of the tests are forked from one that has imported this module.
 
-Owns five adaptations. What a rank ends by is reported as an exception of Python, because the pool that runs the rank
-would never get another one's result. A test whose ranks do not end fails, and does not end the session. The ranks of a
-failed test are ended, because they may be waiting for each other. A fixture that runs ranks is registered in the way
-of this version of pytest, which does not find DeepSpeed's. On a machine without GPUs, what the tests compare with is
-computed on the CPU, although they name a device by its number, and bf16 needs no CUDA. Must never make a failing test
-pass.
+This module owns five adaptations. What a rank ends by is reported as an exception of Python, because the pool that runs
+the rank would never get another one's result. A test whose ranks do not end fails, and does not end the session. The
+ranks of a failed test are ended, because they may be waiting for each other. A fixture that runs ranks is registered in
+the way of this version of pytest, which does not find DeepSpeed's. On a machine without GPUs, what the tests compare
+with is computed on the CPU, although they name a device by its number, and bf16 needs no CUDA. This module must never
+make a failing test pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The part of the yardstick in pytest: a daemon, and one line of JSON for each result.
 
-Owns the choice of tests and the daemon of a session. Must never make a failing test pass.
+This module owns the choice of tests and the daemon of a session. It must never make a failing test pass.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """What every process of DeepSpeed's tests imports first, so that `import deepspeed` imports this library.
 
-Owns three adaptations:
+This module owns four adaptations:
 
 - A name that this library does not have is a class whose use raises NotBuiltError, because otherwise one such name
   among a file's imports would hide all tests of the file.
 - Each call of `initialize` trains a job of its own, because the tests start many runs beside each other and expect none
   of them to go on from another one.
+- Master weights begin rounded to the dtype of the forward, as DeepSpeed's do (paramserver.initial_weights), because the
+  tests compare with plain models in that dtype.
 - There are as many devices as the largest test has ranks, because a test that needs more is skipped.
 
 views.py adds those private names of DeepSpeed that are views of what this library has.
 
-Must never change what a call of this library does.
+This module must never change what a call of this library does.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class _Present(as_deepspeed._Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Import the module of this library."""
         super().exec_module(module)
-        _answer_all_names(sys.modules[module.__name__])
+        present = sys.modules[module.__name__]
+        vars(present).update(views.NAMES.get(module.__name__, {}))
+        _answer_all_names(present)
 
 
 def _answer_all_names(module: ModuleType) -> None:
@@ -112,11 +116,12 @@ def _answer_all_names(module: ModuleType) -> None:
 
 
 def _load_with_job(source: Mapping[str, Any] | str | Path, *arguments: Any) -> Any:
-    """Read a config as `load_config` does, and name a job of its own if the config names none."""
+    """Read a config as `load_config` does, with a job of its own and rounded weights if the config says neither."""
     written = source if isinstance(source, Mapping) else read_config_file(Path(source))
     if not _group:
         _group.append(uuid.uuid4().hex)
-    section = {"job": f"{_group[0]}-{next(_calls)}"} | dict(written.get("paramserver", {}))
+    begin = {"job": f"{_group[0]}-{next(_calls)}", "initial_weights": "rounded"}
+    section = begin | dict(written.get("paramserver", {}))
     return _load_config({**written, "paramserver": section}, *arguments)
 
 

@@ -60,7 +60,7 @@ async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool
     """
     verdict = Verdict()
     engine = await Engine.open(engine_config(state_dir))
-    verdict.errors += space_errors(engine)
+    verdict.errors += await space_errors(engine)
     unknown = engine.jobs.keys() - oracle.jobs.keys()
     verdict.errors += [f"nobody made job {name}" for name in sorted(unknown)]
     for name in oracle.jobs:
@@ -77,7 +77,7 @@ async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool
         verdict.errors += await different_kept_steps(engine, oracle, name)
         verdict.newest[name] = engine.jobs[name].newest if name in engine.jobs else None
         verdict.retained[name] = sorted(engine.jobs[name].retained) if name in engine.jobs else []
-    verdict.errors += space_errors(engine)
+    verdict.errors += await space_errors(engine)
     if close:
         await engine.close()
     return verdict

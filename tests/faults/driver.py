@@ -336,7 +336,7 @@ def _kill_at_failpoint(failpoint: Failpoint, reach: int) -> None:
 
 
 def _armed(turn: str | Failpoint, rng: random.Random) -> Callable[[], None] | None:
-    """Return the function by which a worker arms its kill once its engine is open; None: the driver kills it."""
+    """Return the function by which a worker arms its kill once its engine is open; None if the driver kills it."""
     if turn in (TIME, RECOVERY_CALL, Failpoint.DURING_RECOVERY):
         return None
     if isinstance(turn, Failpoint):

@@ -50,6 +50,7 @@ QUIET_SECONDS = 45.0
 DAEMON_CONFIG = {
     "heartbeat_timeout_seconds": 2.0,
     "admission_timeout_seconds": 1.0,
+    "late_copy_seconds": 0.3,
     "host_budget": "16MiB",
     "nvme_budget": "256MiB",
 }

@@ -1,6 +1,6 @@
 """A client of the campaign of `fuzz.py`: a session that opens a job of its own and then sends random calls.
 
-Owns its channel and its session. Remembers all calls that it has sent, so that a failure can be replayed.
+This module owns its channel and its session. Remembers all calls that it has sent, so that a failure can be replayed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Life:
     async def _in_session(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         channel = grpc.aio.insecure_channel(target_of(self._address), options=[*NO_PROXY, *CHANNEL_OPTIONS])
         try:
-            session, self.known.session_id = await _open(channel)
+            # No client maps the arena, so the daemon holds back what a client that says this was writing to.
+            session, self.known.session_id = await _open(channel, registers_arena=self._rng.random() < 0.3)
             leaving = asyncio.Event()
             beating = asyncio.ensure_future(_beat(session, leaving))
             try:
@@ -181,12 +182,13 @@ class Life:
         return ()
 
 
-async def _open(channel: grpc.aio.Channel) -> tuple[Any, str]:
+async def _open(channel: grpc.aio.Channel, *, registers_arena: bool) -> tuple[Any, str]:
     """Open a session, and return its call and its id. While other clients have the daemon drained, end the draining."""
     while True:
         session = pb_grpc.ParameterStoreStub(channel).Session()
         try:
-            await session.write(pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz")))
+            hello = pb.SessionRequest.Hello(client="fuzz", registers_arena=registers_arena)
+            await session.write(pb.SessionRequest(hello=hello))
             return session, (await session.read()).welcome.session_id
         # A write to a call that has ended raises no status, so the status is asked for.
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):

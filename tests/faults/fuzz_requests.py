@@ -195,7 +195,9 @@ class Requests:
         match kind.name:
             case "SessionRequest":
                 takes_up = self.known.session_id if self._rng.random() < 0.1 else ""
-                yield pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz", session_id=takes_up))
+                hello = pb.SessionRequest.Hello(client="fuzz", session_id=takes_up)
+                hello.registers_arena = self._rng.random() < 0.3
+                yield pb.SessionRequest(hello=hello)
                 for _ in range(self._rng.randrange(3)):
                     yield pb.SessionRequest(heartbeat=pb.Heartbeat())
             case "ReadRequest":

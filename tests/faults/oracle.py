@@ -154,7 +154,7 @@ class History:
             del self.kept[said.name]
 
     def wrong_kept(self, found: Collection[str]) -> str | None:
-        """Return what is wrong with the names of the kept steps that were found after a crash; None: nothing is."""
+        """Return what is wrong with the names of the kept steps that were found after a crash; None if nothing is."""
         lost = self.kept.keys() - self.going - set(found)
         unknown = set(found) - self.kept.keys() - self.coming.keys()
         return f"has lost {sorted(lost)} and must not have {sorted(unknown)}" if lost or unknown else None

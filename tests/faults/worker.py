@@ -127,7 +127,7 @@ async def different_kept_steps(engine: Engine, oracle: Oracle, name: str) -> lis
     return found
 
 
-def space_errors(engine: Engine) -> list[str]:
+async def space_errors(engine: Engine) -> list[str]:
     """Check the space of the tiers while no operation is under way and no reader is open.
 
     Every used byte must be a job's or a kept step's, and no extent may belong to two versions.
@@ -135,7 +135,8 @@ def space_errors(engine: Engine) -> list[str]:
     Returns:
         One text per error.
     """
-    errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_balanced]
+    accounts = await engine.accounts()
+    errors = [f"{account} is not what the jobs explain" for account in accounts if not account.is_balanced]
     kept = [step for name in engine.jobs_with_kept_steps for step in engine.kept_steps(name).values()]
     jobs = [*engine.jobs.values(), *kept]
     # A kept step shares regions with its job, so each region is looked at once.
@@ -350,7 +351,7 @@ async def train(
             # Prefetches under way keep their extents until they end, and the accounts would not explain these.
             while engine.queue.depth:
                 await asyncio.sleep(0.001)
-            errors = space_errors(engine)
+            errors = await space_errors(engine)
             assert not errors, "\n".join(errors)
 
 

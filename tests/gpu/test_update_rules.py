@@ -29,7 +29,7 @@ def test_rules_on_a_cuda_device_equal_torch_bit_for_bit(name: str) -> None:
         gradient = torch.randn(NUMEL, generator=generator, device="cuda")
         reference.grad = gradient.clone()
         optimizer.step()
-        apply(case.row(step), weight, gradient, states)
+        apply(case.row(step), [weight], [gradient], {kind: [state] for kind, state in states.items()})
 
     assert torch.equal(weight, reference.detach())
     for kind, state in case.states.items():

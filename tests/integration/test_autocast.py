@@ -168,6 +168,7 @@ def test_no_cast_of_a_released_unit_is_kept(store: str) -> None:
 
 
 def test_gradients_of_the_named_modules_are_added_up_in_autocast_s_dtype(store: str) -> None:
+    """Without names these are the linear and convolutional layers, and an empty list rounds none."""
     run_ranks("tests.integration.support.autocast_ranks", 2, store, "reduced")
 
 

@@ -28,7 +28,8 @@ from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client import StoreClientSync
 from trainer_client.copying.description import Progress
-from trainer_client.copying.put_step import CopyResult, copy_step
+from trainer_client.copying.put_step import CopyResult, PutRun, copy_step
+from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import CopyError, StoreBudgetError, StoreUnavailableError
 from trainer_client.store_client.connection import Connection
 from trainer_client.transport.credentials import NO_CREDENTIALS
@@ -180,6 +181,35 @@ def test_a_copied_job_trains_on_with_torchs_bits_wherever_it_keeps_them(stores: 
         rank.assert_at(2)
         rank.train(3, 4)
         rank.assert_at(4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_run_puts_one_step_after_another_wherever_the_job_keeps_them(stores: Stores, job: str, name: str) -> None:
+    layout = replace(LAYOUTS[name], name=f"{job}-{name}")
+    connections = [
+        Connection(one.address, "test", NO_CREDENTIALS, prefer_streams=False) for one in (stores.first, stores.second)
+    ]
+    with ExitStack() as closing, Clients(stores.first.address) as clients:
+        for connection in connections:
+            closing.callback(connection.close)
+        origin, target = connections
+        rank = clients.rank(layout).begin()
+        run = closing.enter_context(PutRun(target))
+        for first, last in ((1, 1), (2, 4), (5, 5)):
+            rank.train(first, last)
+            with StoredStep(origin, layout.name) as source:
+                assert run.takes(source.description)
+                assert run.put(source).step == last
+            # The job is the run's own between two steps.
+            assert "attached; stop its trainers first" in admin(
+                "delete-job", layout.name, "--yes", "--address", stores.second.address, code=1
+            )
+    with Clients(stores.second.address) as clients:
+        rank = clients.rank(layout)
+        assert rank.resume() == 5
+        rank.assert_at(5)
+        rank.train(6, 7)
+        rank.assert_at(7)
 
 
 def test_the_part_of_one_node_is_copied_and_keeps_a_step_to_go_back_to(
@@ -367,17 +397,61 @@ def test_a_target_that_is_killed_half_way_has_nothing_of_the_step(stores: Stores
                 target.kill()
 
         with pytest.raises(StoreUnavailableError):
-            copy(stores.first, target, job, on_progress=kill)
+            copy(stores.first, target, job, on_progress=kill, restart_seconds=0.5)
         target = daemons.enter_context(Daemon(tmp_path / "c", CONFIG))
         assert jobs(target) == []
         copy(stores.first, target, job)
         put(stores.first.address, job, tensors(1))
         with pytest.raises(StoreUnavailableError):
-            copy(stores.first, target, job, on_progress=kill)
+            copy(stores.first, target, job, on_progress=kill, restart_seconds=0.5)
         target = daemons.enter_context(Daemon(tmp_path / "c", CONFIG))
         assert_step(target.address, job, 0, tensors(0))
         copy(stores.first, target, job)
         assert_step(target.address, job, 1, tensors(1))
+
+
+@pytest.mark.parametrize("newest", [None, 0])
+def test_a_copy_begins_anew_after_a_restart_of_its_target_and_leaks_nothing(
+    stores: Stores, tmp_path: Path, job: str, newest: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job is new in the target, or the target has an older step of it."""
+    job = f"{job}-{newest}"
+    put(stores.first.address, job, tensors(0))
+    with ExitStack() as daemons:
+        running = [daemons.enter_context(Daemon(tmp_path / "c", CONFIG))]
+        empty = used(running[0])
+        if newest == 0:
+            copy(stores.first, running[0], job)
+            put(stores.first.address, job, tensors(1))
+
+        def restart(progress: Progress) -> None:
+            if 2 * progress.done_bytes >= progress.total_bytes and len(running) == 1:
+                running[0].kill()
+                running.append(daemons.enter_context(Daemon(tmp_path / "c", CONFIG)))
+
+        copied = copy(stores.first, running[0], job, on_progress=restart)
+        assert (len(running), copied.resumed_bytes) == (2, 0)
+        assert "was restarted" in caplog.text and "the copy begins anew" in caplog.text
+        assert_step(running[1].address, job, copied.step, tensors(copied.step))
+        admin("accounts", "--address", running[1].address)
+        admin("delete-job", job, "--yes", "--address", running[1].address)
+        wait_until(lambda: used(running[1]) == empty)
+
+
+def test_a_killed_copy_whose_target_is_restarted_leaves_nothing_and_is_made_anew(
+    stores: Stores, tmp_path: Path, job: str
+) -> None:
+    put(stores.first.address, job, tensors(0))
+    with ExitStack() as daemons:
+        target = daemons.enter_context(Daemon(tmp_path / "c", CONFIG))
+        empty = used(target)
+        leave_half_a_copy(Stores(stores.first, target), tmp_path, job)
+        target.kill()
+        target = daemons.enter_context(Daemon(tmp_path / "c", CONFIG))
+        assert (jobs(target), used(target)) == ([], empty)
+        admin("accounts", "--address", target.address)
+        assert copy(stores.first, target, job).resumed_bytes == 0
+        assert_step(target.address, job, 0, tensors(0))
 
 
 def test_a_copy_goes_on_after_a_restart_of_the_daemon_that_is_read(stores: Stores, tmp_path: Path, job: str) -> None:

@@ -21,6 +21,7 @@ from tests.integration.support.daemon import Daemon, admin_of, run_serve
 from tests.integration.support.store_client import CALL_SECONDS, Clients, Rank, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.run.local_daemon import LocalDaemon
 
 
 def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committed_one(tmp_path: Path) -> None:
@@ -44,6 +45,17 @@ def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committe
         rank.assert_at(2)
         rank.close()
         assert daemon.stop() == 0
+
+
+def test_a_daemon_that_a_job_starts_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context on a GPU takes memory there, and an error on the GPU would end the store of all jobs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
+    try:
+        variables = Path(f"/proc/{daemon._process.pid}/environ").read_bytes().split(b"\0")
+        assert [one for one in variables if one.startswith(b"CUDA")] == [b"CUDA_VISIBLE_DEVICES="]
+    finally:
+        daemon.stop()
 
 
 def test_sigterm_waits_for_the_commit_that_a_rank_has_voted_for(tmp_path: Path) -> None:

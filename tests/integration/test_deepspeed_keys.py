@@ -128,3 +128,23 @@ def test_the_log_has_the_level_of_the_config(
     assert caplog.text == ""
     with pytest.raises(ConfigError, match=r"log_level = 'loud'.*write one of debug, info, warning, error, critical"):
         start(model_store, job, Net(), {"stage": 1}, log_level="loud")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_master_weights_begin_exact_or_rounded_as_those_of_deepspeed(model_store: str, job: str, stage: int) -> None:
+    exact = Net().state_dict()
+    rounded = Net().bfloat16().float().state_dict()
+    for initial, expected in (("exact", exact), ("rounded", rounded)):
+        section = {"address": model_store, "job": f"{job} {initial}", "initial_weights": initial}
+        with start("", "", Net(), {"stage": stage}, bf16={"enabled": True}, paramserver=section) as engine:
+            found = engine.full_state_dict()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert not torch.equal(exact["used.weight"], rounded["used.weight"])
+
+
+def test_a_config_that_asks_for_states_in_bf16_gets_them_in_fp32(model_store: str, job: str) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    with start(model_store, job, Net(), {"stage": 2}, bf16=bf16) as engine:
+        step(engine)
+        kept = [engine.get_full("used.weight", kind) for kind in ("master", "exp_avg", "exp_avg_sq")]
+    assert [value.dtype for value in kept if value is not None] == [torch.float32] * 3

@@ -525,7 +525,9 @@ def test_the_stores_of_all_nodes_give_one_export(tmp_path: Path) -> None:
             rank.open(attached_ranks=1, layout="two nodes")
             rank.register()
             rank.stage_all()
-            rank.call("CommitStep", step=0, client_state=client_state.encode({"update_counts": [0] * 6}))
+            counters = {"global_steps": 0, "train_batch_size": 1}
+            state = client_state.encode({"counters": counters, "update_counts": [0] * 6, "optimizer": None})
+            rank.call("CommitStep", step=0, client_state=state)
         for address in addresses:
             with pytest.raises(StoreNotFoundError, match="give the address of each store of the job"):
                 export_step(address, "spread", None, tmp_path / "export")

@@ -115,6 +115,8 @@ def test_logits_and_generated_tokens_are_those_of_the_plain_model(
         ) as engine:
             for _ in range(2):
                 assert_equal(outputs(engine), expected)
+            assert (engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()) == (2, 3)
+            assert engine.config is engine.module.config
             # The model itself computes the same.
             assert_equal(outputs(engine.module), expected)
             state = engine.full_state_dict()

@@ -118,6 +118,76 @@ def test_the_daemon_of_one_of_two_nodes_is_killed(tmp_path: Path, uninterrupted:
     assert near >= 3 and other == 0
 
 
+NEW_JOB = [
+    (0, "before confirm_epoch 0"),
+    (0, "before open_job 0"),
+    (0, "after open_job 0"),
+    (0, "before register_shards 0"),
+    (0, "before put 0"),
+    (0, "after put 1"),
+    (0, "before commit 0"),
+    (0, "after commit 0"),
+]
+
+
+@pytest.mark.parametrize("derives", [False, True], ids=["values", "recipes"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(tmp_path: Path, ranks: int, derives: bool) -> None:
+    """No recipe needs memory that is kept, and the random numbers of the run stay those that they are without kills."""
+    config = offloaded(3, "nvme", kept_gradients=64 if derives else "1GiB", early_updates=not derives)
+    whole = outlive(make_plan(tmp_path / "whole", config, steps=2, derives=derives), ranks)
+
+    results = outlive(make_plan(tmp_path / "killed", config, steps=2, derives=derives, kills=NEW_JOB), ranks)
+
+    assert differences(results, whole) == []
+    assert_all_went_on(results, least=5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kills"),
+    [
+        pytest.param(2, 2, ["after open_job 0", "before roll_back 0", "after roll_back 0"], id="same-layout"),
+        pytest.param(
+            2,
+            1,
+            ["before begin_layout 0", "after begin_layout 0", "before put 0", "after put 2", "after commit 0"],
+            id="fewer-ranks",
+        ),
+        pytest.param(
+            1, 2, ["after open_job 0", "after register_shards 0", "after put 1", "before commit 0"], id="more-ranks"
+        ),
+    ],
+)
+def test_the_daemon_is_killed_while_a_job_is_resumed(tmp_path: Path, before: int, after: int, kills: list[str]) -> None:
+    config = offloaded(3, "nvme")
+    outlive(make_plan(tmp_path / "whole", config, steps=2), before)
+    sockets = shutil.ignore_patterns("*.sock", "*.sock.arena")
+    shutil.copytree(tmp_path / "whole" / "state", tmp_path / "killed" / "state", ignore=sockets)
+    whole = outlive(make_plan(tmp_path / "whole", config, steps=4, first_step=3), after)
+
+    killed = make_plan(tmp_path / "killed", config, steps=4, first_step=3, kills=[(0, kill) for kill in kills])
+    results = outlive(killed, after)
+
+    assert differences(results, whole) == []
+    assert_all_went_on(results, least=2)
+
+
+def assert_all_went_on(results: Sequence[dict[str, Any]], *, least: int) -> None:
+    """Check that rank 0, which kills the daemon, has gone on with so many others, and each rank with one.
+
+    A daemon that is killed before a rank has attached to it is no restart for that rank, so the others count fewer.
+    """
+    counts = [len(result["restarts"]) for result in results]
+    assert counts[0] >= least and min(counts) >= 1, counts
+
+
+def test_first_values_that_are_too_large_to_be_kept_end_a_run_whose_daemon_is_killed(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, offloaded(3, "nvme", kept_gradients=64), steps=1, kills=[(0, "after put 1")])
+
+    with pytest.raises(AssertionError, match=r"its first values, \d+ bytes .* larger than paramserver.kept_gradients"):
+        outlive(plan, 1)
+
+
 class Model(nn.Module):
     """A model of two units with a function `between` that runs after each of them."""
 

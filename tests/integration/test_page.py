@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import subprocess
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -22,6 +23,7 @@ from storage.tiers.base import round_up
 from tests.hostile_names import ACCEPTED
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.forked import ROOT
+from tests.integration.support.page_pictures import ON_A_NODE, SHOWN_AT, daemon_on_a_node
 from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Clients
 from tests.unit.storage.builders import Layout
@@ -201,7 +203,7 @@ def test_the_names_of_loopback_are_answered(watched: tuple[Daemon, str], name: s
 
 
 @pytest.mark.parametrize("name", ["rebound.example", "rebound.example:{port}", "127.0.0.1.example", "", "10.0.0.1"])
-@pytest.mark.parametrize("path", ["/", "/data.json"])
+@pytest.mark.parametrize("path", ["/", "/data.json", "/metrics"])
 def test_a_web_site_whose_name_leads_to_loopback_gets_nothing(
     watched: tuple[Daemon, str], name: str, path: str
 ) -> None:
@@ -209,7 +211,17 @@ def test_a_web_site_whose_name_leads_to_loopback_gets_nothing(
     answer = Answer(address, path, Host=name.format(port=address.partition(":")[2]))
 
     assert answer.status == 421
-    assert "the names of loopback only" in answer.text
+    assert "under these names only: 127.0.0.1, [::1], localhost; metrics_names" in answer.text
+
+
+def test_configured_names_are_answered_besides_those_of_loopback(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Daemon(tmp_path / "state", {"metrics_listen": address, "metrics_names": ["Node7.example"]}):
+        for name in ("node7.example", "NODE7.example:9464", "localhost"):
+            assert Answer(address, "/metrics", Host=name).status == 200
+        refused = Answer(address, "/metrics", Host="example")
+        assert refused.status == 421
+        assert "localhost, node7.example; metrics_names" in refused.text
 
 
 # The last one is the digit three of the Arabic script.
@@ -253,3 +265,14 @@ def test_one_switch_leaves_the_metrics_without_the_page(tmp_path: Path) -> None:
         assert "paramserver_build_info" in Answer(address, "/metrics").text
         assert daemon.stop() == 0
         assert "page at" not in daemon.log
+
+
+def test_the_pictures_of_the_page_name_no_directory_of_the_machine_on_which_they_are_made(tmp_path: Path) -> None:
+    if subprocess.run([*ON_A_NODE, str(tmp_path), "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make namespaces")
+    address = f"127.0.0.1:{free_port()}"
+    with daemon_on_a_node(tmp_path, address) as daemon, Clients(daemon.address) as clients:
+        clients.rank(Layout()).begin()
+        found = Answer(address, "/data.json")
+    assert f'"{SHOWN_AT}/paramserver' in found.text and '"node7"' in found.text
+    assert str(tmp_path) not in found.text

@@ -23,7 +23,7 @@ from tests.integration.support.training import (
     micro_batches,
     train_with_masters,
 )
-from trainer_client import NonFiniteGradientError
+from trainer_client import ConfigError, NonFiniteGradientError
 
 STEPS = 6
 RUN = Run(with_masters=True, steps=STEPS, clipping=0.5)
@@ -129,7 +129,10 @@ def test_micro_batches_after_the_last_step_are_not_part_of_the_commit_at_the_end
         assert (engine.global_steps, engine.micro_steps) == (1, 2)
 
 
-def test_resident_parameters_are_there_between_steps_and_sharded_ones_are_refused(address: str) -> None:
+def test_resident_parameters_are_there_between_steps_and_sharded_ones_are_refused(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's own state dict has names and no values for sharded parameters, as with DeepSpeed."""
     with start(config(address, "resident", 2, {"optimizer": "nvme"})) as engine:
         train(engine, 2)
         plain = engine.module.state_dict()
@@ -138,11 +141,19 @@ def test_resident_parameters_are_there_between_steps_and_sharded_ones_are_refuse
         assert [name for name in full if not torch.equal(plain[name], full[name])] == []
         assert engine.placement()["parameters"].keys() == {"device"}
         assert engine.placement()["optimizer"].keys() == {"nvme"}
-    with (
-        start(config(address, "sharded", 3)) as engine,
-        pytest.raises(RuntimeError, match=r"engine\.full_state_dict"),
-    ):
-        engine.module.state_dict()
+    with start(config(address, "sharded", 3)) as engine:
+        with pytest.raises(RuntimeError, match=r"engine\.full_state_dict"):
+            engine.module.state_dict()
+        with engine.gathered(engine.module):
+            whole = engine.state_dict()
+        assert [name for name in plain if whole[f"module.{name}"].shape != plain[name].shape] == []
+        names = engine.state_dict()
+        assert (names.keys(), "full_state_dict" in caplog.text) == (whole.keys(), True)
+        weights = {f"module.{name}" for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+        assert {name for name, value in names.items() if not value.numel()} == weights
+        assert [name for name in weights if names[name].dtype is not whole[name].dtype] == []
+        with pytest.raises(ConfigError):
+            engine.load_state_dict(names)
 
 
 def test_the_run_stops_after_as_many_skipped_steps_in_a_row_as_the_config_allows(address: str) -> None:

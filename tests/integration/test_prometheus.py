@@ -26,6 +26,8 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Client, Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "prometheus"
 STALL_SOURCE = Path(__file__).parents[1] / "faults" / "stall.c"
@@ -36,7 +38,7 @@ NUMEL = 256 << 10
 # A scrape each second, and the alerts' own thresholds in seconds (a client that is silent for 10 s) take this long.
 ALERT_SECONDS = 180.0
 HEALTHY_SECONDS = 15.0
-FAULTS = ("damaged", "full", "silent", "stuck")
+FAULTS = ("alone", "damaged", "full", "silent", "stuck")
 
 pytestmark = [
     pytest.mark.prometheus,
@@ -200,6 +202,8 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
             loads[name] = Load(clients[name], LARGE if name == "damaged" else TRAINED)
             stack.callback(loads[name].join)
             stack.callback(loads[name].stopped.set)
+        holder = stack.enter_context(Daemon(tmp_path / "holder", common))
+        stack.enter_context(replicated(daemons["alone"], holder))
         monitor = stack.enter_context(prometheus(tmp_path / "prometheus", targets))
         # The device answers again before anything is closed.
         stack.callback(stall.unlink, missing_ok=True)
@@ -208,6 +212,7 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
         time.sleep(HEALTHY_SECONDS)
         assert monitor.alerts() == {}, "no daemon has a fault yet"
 
+        holder.kill()
         stack.enter_context(silent_client(daemons["silent"]))
         # Training needs host memory, and writes over damage.
         for name in ("full", "damaged"):
@@ -217,6 +222,7 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
         write_over(daemons["damaged"])
         stall.touch()
         wanted = {
+            "alone": {"ParamserverReplicaLag"},
             "damaged": {"ParamserverDataDamaged", "ParamserverTierDegraded"},
             "full": {"ParamserverTierFull", "ParamserverRequestsRefusedForRoom"},
             "silent": {"ParamserverClientStalled"},
@@ -243,6 +249,23 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
         assert "healthy" not in ever, ever
         recorded = monitor.query("paramserver:commit_seconds:p99_5m > 0")
         assert recorded, "the recording rules are evaluated, too"
+
+
+@contextmanager
+def replicated(own: Daemon, holder: Daemon) -> Iterator[None]:
+    """Keep a replica of a daemon's job."""
+    places = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
+    origin, target = places
+    follower = Follower(
+        FollowerOrder(job=TRAINED.name, origin=origin, holder=target, finish_seconds=1.0), lambda _: None
+    )
+    thread = threading.Thread(target=follower.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        follower.finish()
+        thread.join()
 
 
 @contextmanager

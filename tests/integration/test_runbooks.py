@@ -6,8 +6,10 @@ Where the job goes on, no rank ends. In every case it ends up with the bits of a
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -39,9 +41,9 @@ BUDGETS = {"nvme_budget": "256MiB", "host_budget": "32MiB"}
 PAUSE_SECONDS = 0.2
 
 
-def of_page(language: str) -> str:
-    """Return the only block of the page in a language."""
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+def of_page(language: str, number: int = 0) -> str:
+    """Return a block of the page in a language, the first one by default."""
+    text = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[number]
     assert isinstance(text, str)
     return text
 
@@ -271,6 +273,60 @@ def damage_what_is_new(data: Path, before: bytes) -> None:
 def no_switch() -> str | None:
     """The reason why this machine can have no network namespaces on a switch; None if it can."""
     return why_no_switch()
+
+
+def test_a_node_is_lost_whose_job_has_a_replica(tmp_path: Path, no_switch: str | None) -> None:
+    """The job has two ranks on one node. Its follower and its ranks are lost with the node, and the job has dropout."""
+    look, see, replaced = COMMANDS["A node is lost whose jobs have replicas"]
+    section = json.loads(of_page("json", 1))["paramserver"] | {"durability": "replicated"}
+    with machines_of(tmp_path / "nodes", NODES[:2], apart=no_switch is None) as machines:
+        first, second = machines
+        config = CONFIG | {"paramserver": json.loads(first.placed(json.dumps(section)))}
+        plan = Plan(directory=str(tmp_path / "job"), config=config, pause_seconds=PAUSE_SECONDS)
+        set_up(first, NODES[0])
+        first.sh(PREPARE)
+        set_up(second, NODES[1], first)
+        second.sh(START)
+        job = Training(plan, [first, first])
+        try:
+            job.start()
+            job.allow(3)
+            job.wait_for(3)
+            assert "gpt2" in first.sh(look)
+            job.allow(NO_LIMIT)
+            (follower,) = followers_of(second)
+            for rank in job.ranks:
+                rank.kill()
+            os.kill(follower, signal.SIGKILL)
+            first.lose()
+            assert all(job.ended())
+            held = [int(step) for step in re.findall(r"^\W*(\d+)\W+newest", second.sh(see), flags=re.MULTILINE)]
+            lost_at = job.step
+            # No other daemon is there that a commit could wait for.
+            alone = config["paramserver"] | {"durability": "step"}
+            plan = replace(plan, config=config | {"paramserver": alone})
+            job.change(plan, [second, second])
+            job.allow(lost_at + 2)
+            job.start()
+            job.wait_for(lost_at + 1)
+            set_up(first, NODES[0])
+            first.sh(START)
+            assert "gpt2" in second.sh(replaced)
+            job.finish(lost_at + 3)
+        finally:
+            job.close()
+    # The step that was under way had no commit that was confirmed to the ranks.
+    assert [result["resumed_step"] for result in job.results()] == held * 2
+    assert held[0] >= lost_at - 1
+    job.plan = replace(plan, config=CONFIG)
+    check_same_bits(job, tmp_path)
+
+
+def followers_of(machine: Machine) -> set[int]:
+    """Return the processes of the followers that have sessions at a machine's daemon."""
+    listed = json.loads(machine.sh("paramserver-admin sessions --json"))["sessions"]
+    found = [re.match(r"follower at .*, process (\d+)", session["client"]) for session in listed]
+    return {int(match[1]) for match in found if match}
 
 
 @pytest.mark.runbooks

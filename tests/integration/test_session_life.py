@@ -52,7 +52,7 @@ def is_detached(daemon: Daemon, client: str) -> bool:
 class RawStream:
     """A Session call on a connection of its own, which ends when and how the test says."""
 
-    def __init__(self, address: str, **hello: str) -> None:
+    def __init__(self, address: str, **hello: Any) -> None:
         self.channel = channel_to(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
         self.outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
@@ -327,7 +327,7 @@ def test_nothing_is_left_of_a_thousand_clients_that_connect_and_die(clients: Cli
 
 
 def test_a_client_that_cannot_map_the_arena_leaves_no_session(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: pb.Arena) -> None:
+    def fail(_: pb.Arena, *, is_announced: bool) -> None:
         raise OSError("no address space")
 
     monkeypatch.setattr("trainer_client.store_client.connection.Arena.map", fail)

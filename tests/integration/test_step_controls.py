@@ -141,6 +141,7 @@ def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> No
             for _ in range(passes):
                 engine.backward(loss_of(engine, number))
                 (loss_of(plain, number) / 2).backward()
+            engine.allreduce_gradients(bucket_size=1)
             engine.step()
             optimizer.step()
             optimizer.zero_grad()

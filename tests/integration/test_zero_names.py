@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,3 +117,19 @@ def test_a_leaf_module_is_gathered_as_a_whole(model_store: str, job: str) -> Non
     with start(model, model_store, job) as engine, engine.gathered([model.first.weight]):
         assert not is_released(model.first.bias)
         assert all(is_released(block.weight) for block in model.blocks)
+
+
+def test_ranks_of_a_launcher_join_their_group_where_a_model_is_built(tmp_path: Path) -> None:
+    script = tmp_path / "join.py"
+    script.write_text(
+        "import torch, trainer_client\n"
+        "with trainer_client.zero.Init(enabled=False):\n"
+        "    assert not torch.distributed.is_initialized()\n"
+        "with trainer_client.zero.Init():\n"
+        "    assert torch.distributed.get_world_size() == 1\n"
+        "with trainer_client.zero.Init():\n"
+        "    pass\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    subprocess.run([sys.executable, str(script)], env=os.environ | environment, check=True, timeout=120)

@@ -50,7 +50,7 @@ FLOORS = {
     ),
     "trainer_client": (
         "arguments errors interface_version log_context own_packages recorder standing",
-        "as_deepspeed section",
+        "as_deepspeed device lanes section",
         "accelerator comm not_built optimizers ranks schedules transport",
         "config data_parallel moe ops pipe sequence",
         "model",

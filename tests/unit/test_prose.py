@@ -9,7 +9,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,15 @@ WORDS = {
     r"in vain|for ever|had better|like all else|to be called": "write a plain sentence: 'Call this ...', 'until ...'",
 }
 _WORDS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): remedy for words, remedy in WORDS.items()}
+# Forms of sentences in docstrings and comments. The fields under `Args:` and the like may have them.
+FORMS = {
+    r"(?:^\s*|[.:!?)`]\s+)(?:Owns|Must|Knows|Holds)\b": "give it a subject: 'This module owns ...'",
+    r"(?:^\s*|[.:!?)`]\s+)Raises\s": "write 'Raise X if ...', 'It can raise X.' or 'It raises what `f` raises.'",
+    r"\bA\s+collective\b": "write 'All ranks must call this.'",
+    r"(?:^\s*|[.;,]\s+)None:\s": "write 'None if ...', or say in a sentence what the caller then does",
+}
+_FORMS = {re.compile(form): remedy for form, remedy in FORMS.items()}
+_FIELDS = re.compile(r"^( *)(?:Args|Attributes|Raises|Returns|Yields):\n(?:\1 .*\n|\s*\n)*", re.MULTILINE)
 # A comment that begins so has no subject: it completes the identifier before it, or is no sentence.
 _FRAGMENT = re.compile(r"(?:of|that|than|what|which|whose|whom|how)\b", re.IGNORECASE)
 # A function's docstring begins with a verb. ruff's D401 finds wrong forms of verbs, and not these.
@@ -59,10 +68,18 @@ def _findings(name: str) -> Iterator[str]:
     for first_line, text, fault in prose:
         if fault:
             yield f"{name}:{first_line}: {fault}"
-        for pattern, remedy in _WORDS.items():
-            for match in pattern.finditer(text):
-                line = first_line + text.count("\n", 0, match.start())
-                yield f"{name}:{line}: {match[0]!r}: {remedy}"
+        yield from _matches(_WORDS, name, first_line, text)
+        if not name.endswith(".md"):
+            prose_alone = _FIELDS.sub(lambda fields: "\n" * fields[0].count("\n"), text)
+            yield from _matches(_FORMS, name, first_line, prose_alone)
+
+
+def _matches(patterns: Mapping[re.Pattern[str], str], name: str, first_line: int, text: str) -> Iterator[str]:
+    """Yield one line for each match of a pattern in a text that begins at `first_line` of a file."""
+    for pattern, remedy in patterns.items():
+        for match in pattern.finditer(text):
+            line = first_line + text.count("\n", 0, match.end())
+            yield f"{name}:{line}: {match[0].strip()!r}: {remedy}"
 
 
 def _page(source: str) -> Iterator[tuple[int, str, str]]:

@@ -3,7 +3,7 @@
 Data loaders, schedulers, trackers, collectives and the count of micro-batches are Accelerate's own. The update is made
 at `optimizer.step()`, as with Accelerate, and not in `backward`, as with its DeepSpeed plug-in.
 
-Owns the engine of the one model that is trained. Must never compute: the engine and Accelerate do.
+This module owns the engine of the one model that is trained. It must never compute: the engine and Accelerate do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainer_client.accelerate.optimizer import EngineOptimizer
 from trainer_client.accelerate.options import ConfigSource, Options, without_launchers_choice
 from trainer_client.accelerate.placeholders import check_places, fill
 from trainer_client.accelerate.selection import Selection
+from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
@@ -77,7 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained. Raises RuntimeError before it is prepared."""
+        """The engine of the model that is trained. It raises RuntimeError before it is prepared."""
         if self._engine is None:
             raise RuntimeError(
                 "no model was prepared for training: write `model, optimizer = accelerator.prepare(model, optimizer)`, "
@@ -88,7 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # Preparation
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare objects of any kinds, and return them in the same order. A collective.
+        """Prepare objects of any kinds, and return them in the same order. All ranks must call this.
 
         The trained model and its optimizer are given in one call. All else may be prepared in the same call or in
         others, and objects that are prepared already are returned as they are. Objects of other kinds, such as plain
@@ -115,7 +116,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Return an optimizer that `prepare` has prepared. Raises ConfigError for another one."""
+        """Return an optimizer that `prepare` has prepared. Raise ConfigError for another one."""
         if not isinstance(optimizer, EngineOptimizer):
             raise ConfigError(
                 "prepare_optimizer(optimizer) without its model: write "
@@ -164,7 +165,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return replacements
 
     def _new_job(self) -> str:
-        """Return a name that no job has, the same on all ranks. A collective.
+        """Return a name that no job has, the same on all ranks. All ranks must call this.
 
         A script of Accelerate begins anew each time that it is started, so each start has a job of its own.
         """
@@ -174,15 +175,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _check_device(self) -> None:
         """Raise ConfigError if Accelerate and the engine would use different devices."""
-        ours = "cuda" if torch.cuda.is_available() else "cpu"
+        ours = configured_device_kind(self._options.config)
         if self.device.type != ours:
             raise ConfigError(
-                f"Accelerator() uses {self.device.type}, and the engine {ours}: leave cpu=True out, or set "
-                "CUDA_VISIBLE_DEVICES to an empty string for both"
+                f"Accelerator() uses {self.device.type}, and the engine {ours}: leave cpu=True out, or "
+                'write "device": "cpu" into the section paramserver of the config for both'
             )
 
     def _compilation(self) -> dict[str, Any] | None:
-        """Return the arguments with which the Dynamo plug-in compiles the model; None: it does not."""
+        """Return the arguments with which the Dynamo plug-in compiles the model; None if it does not."""
         plugin = self.state.dynamo_plugin
         if plugin.backend is DynamoBackend.NO:
             return None
@@ -197,7 +198,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # The training loop
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
-        """Run the backward pass of a micro-batch, whose loss is divided by the accumulation steps. A collective.
+        """Run the backward pass of a micro-batch, whose loss is divided by the accumulation steps.
+
+        All ranks must call this.
 
         Args:
             loss: the loss; if it has several elements, `gradient` must be given, as for `torch.Tensor.backward`.
@@ -237,7 +240,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip the gradient of the step by its norm, when the step is made. A collective.
+        """Clip the gradient of the step by its norm, when the step is made. All ranks must call this.
 
         Args:
             parameters: all trainable parameters of the model.
@@ -270,7 +273,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Do nothing: the engine clips gradients and returns norms without the loss scale."""
 
     def _are_trained(self, what: str, chosen: Sequence[torch.Tensor]) -> bool:
-        """Return whether parameters are those that the engine trains. Raises ConfigError if they are only a part."""
+        """Return whether parameters are those that the engine trains. Raise ConfigError if they are only a part."""
         if self._engine is None:
             return False
         ids = {id(parameter) for parameter in chosen}
@@ -302,7 +305,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the weights of a model by name, on the CPU. A collective for the model that is trained.
+        """Return the weights of a model by name, on the CPU. For the model that is trained, all ranks must call this.
 
         Of that model, the main process gets the fp32 (master) weights, and the other processes get an empty dict, as
         with Accelerate and FSDP.
@@ -322,7 +325,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **keywords: Any) -> Any:
         """Save the engine's states, and Accelerate's of schedulers, loaders, random numbers and registered objects.
 
-        A collective. See Accelerate for names and limits; other arguments are those of `engine.save_checkpoint`.
+        All ranks must call this. See Accelerate for names and limits; other arguments are those of
+        `engine.save_checkpoint`.
         """
         self._saves, self._save_arguments = True, keywords
         try:
@@ -334,7 +338,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **keywords: Any
     ) -> None:
-        """Load what `save_state` has saved. A collective. Other arguments are those of `engine.load_checkpoint`."""
+        """Load what `save_state` has saved. All ranks must call this.
+
+        Other arguments are those of `engine.load_checkpoint`.
+        """
         self._load_arguments = keywords
         with self._without_optimizer():
             super().load_state(input_dir, load_kwargs)
@@ -366,12 +373,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # The end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close the engine and forget all prepared objects, so that another model can be prepared. A collective."""
+        """Close the engine and forget all prepared objects, so that another model can be prepared.
+
+        All ranks must call this.
+        """
         self._close_engine()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Close the engine, end the trackers, and leave the process group. A collective."""
+        """Close the engine, end the trackers, and leave the process group. All ranks must call this."""
         self._close_engine()
         super().end_training()
 

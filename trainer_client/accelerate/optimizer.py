@@ -21,7 +21,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._engine = engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Make a step, unless the micro-batch is not the last one of its step. A collective.
+        """Make a step, unless the micro-batch is not the last one of its step. All ranks must call this.
 
         Raises:
             RuntimeError: there is no gradient, or a closure was given.

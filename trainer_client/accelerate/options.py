@@ -1,6 +1,7 @@
 """The arguments of `Accelerator`, and the training config that follows from them.
 
-Owns the rules how Accelerate's arguments and a config in DeepSpeed's format join. Must never import what trains.
+This module owns the rules how Accelerate's arguments and a config in DeepSpeed's format join. It must never import what
+trains.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
 
 from trainer_client.config.automatic import AUTO
 from trainer_client.config.config_file import read_config_file
+from trainer_client.config.paramserver import configured_device_kind
+from trainer_client.device import CPU
 from trainer_client.errors import ConfigError
 
 ConfigSource = Mapping[str, Any] | str | Path | None
@@ -28,7 +30,8 @@ ConfigSource = Mapping[str, Any] | str | Path | None
 # gradients and optimizer states are divided among the ranks.
 _STAGE = 2
 
-# Arguments that choose another library for the sharding, and the variables with which `accelerate launch` does.
+# Arguments of Accelerator that have another library shard the model, and the environment variables by which
+# `accelerate launch` asks for the same.
 _OTHER_WAYS = ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
 _OTHER_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -72,12 +75,12 @@ class Options:
         # The first argument stands for `self`.
         arguments = inspect.signature(accelerate.Accelerator.__init__).bind(None, *positional, **keywords).arguments
         given = {name: value for name, value in arguments.items() if name != "self"}
-        if not torch.cuda.is_available():
-            # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
-            given["cpu"] = True
         _refuse_other_ways(given, environ)
         precision = given.get("mixed_precision") or _present_precision() or environ.get(_PRECISION) or "no"
         raw = _read(config, _take_plugin(given, environ), str(precision))
+        if configured_device_kind(raw) == CPU:
+            # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
+            given["cpu"] = True
         raw, precision, autocasts, converts = _with_precision(raw, str(precision), given)
         given["mixed_precision"] = precision
         _take_accumulation(raw, given)
@@ -146,7 +149,7 @@ def without_launchers_choice(environ: MutableMapping[str, str]) -> Iterator[None
 
 
 def _present_precision() -> str | None:
-    """Return `mixed_precision` of an Accelerator that was made before; None: this is the first one."""
+    """Return `mixed_precision` of an Accelerator that was made before; None if this is the first one."""
     return AcceleratorState().mixed_precision if AcceleratorState._shared_state else None
 
 
@@ -207,7 +210,9 @@ def _with_precision(
         raise ConfigError("AutocastKwargs(cache_enabled=False) is not honoured: leave it out")
     if precision == "no" or not handler.enabled:
         return raw, precision, precision != "no", False
-    return {**raw, "torch_autocast": {"enabled": True, "dtype": precision}}, precision, True, True
+    # Accelerate adds gradients up in their parameter's dtype, as DDP does.
+    section = {"enabled": True, "dtype": precision, "lower_precision_safe_modules": []}
+    return {**raw, "torch_autocast": section}, precision, True, True
 
 
 def _take_accumulation(raw: dict[str, Any], given: dict[str, Any]) -> None:

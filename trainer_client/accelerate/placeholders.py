@@ -1,6 +1,6 @@
 """Accelerate's DummyOptim and DummyScheduler: they stand for the optimizer and the schedule of the config.
 
-Owns the values that they give to keys that are "auto". Must never make an optimizer.
+This module owns the values that they give to keys that are "auto". It must never make an optimizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The model and the optimizer among the objects that are prepared together.
 
-Owns the rules what can be trained together, and the errors that say what to write. Must never change an object.
+This module owns the rules what can be trained together, and the errors that say what to write. It must never change an
+object.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Selection:
         )
 
     def batch_size(self, parts: int) -> int | None:
-        """Return the smallest batch size of the data loaders in the call, divided by `parts`; None: none has one."""
+        """Return the smallest batch size of the data loaders in the call, divided by `parts`; None if none has one."""
         sizes = [one.batch_size for one in self.objects if isinstance(one, DataLoader) and one.batch_size]
         return max(1, min(sizes) // parts) if sizes else None
 

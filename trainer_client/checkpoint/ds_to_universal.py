@@ -6,8 +6,8 @@ more, into the directory that the script then loads:
     python -m trainer_client.checkpoint.ds_to_universal --input_folder checkpoints/global_step20 \\
         --output_folder checkpoints/global_step20_universal
 
-Both manifests name the same kept step, so the converted one is good as long as the original stays. Must never change
-the original.
+Both manifests name the same kept step, so the converted one is good as long as the original stays. This module must
+never change the original.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return DeepSpeed's arguments of the conversion; None: those of the process."""
+    """Return the parsed arguments of DeepSpeed's converter.
+
+    If `arguments` is None, those of this process are parsed.
+    """
     parser = argparse.ArgumentParser(description="Write the manifest of a checkpoint into a second directory.")
     parser.add_argument("--input_folder", required=True, help="directory of the checkpoint, with its tag")
     parser.add_argument("--output_folder", required=True, help="directory that is written")

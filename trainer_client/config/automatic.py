@@ -1,8 +1,8 @@
 """The values of keys that are "auto", which Hugging Face's tools replace before DeepSpeed sees them.
 
-Owns the rules. A rule takes what the library knows: the other keys, and the dtypes of the model's parameters. Where
-that is not enough, the rule does what Accelerate does when it fills in a config by itself. Every other key gets its
-default. Must never replace a word that is a value of its own key.
+This module owns the rules. A rule uses what the library knows: the other keys, and the dtypes of the model's
+parameters. If that is not enough, the rule does what Accelerate does when it fills in a config by itself. Every other
+key gets its default. This module must never replace "auto" in a key that has "auto" among its values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainer_client.standing import Refused, WithoutEffect
 
 AUTO = "auto"
 
-# The keys for which "auto" is a value.
+# The keys that have "auto" among their values, so that no rule replaces it.
 _WORDS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
-# The sections of this one have rules of their own, because a schedule takes its rates from the optimizer.
+# The section whose keys are resolved by another rule, because a schedule takes its rates from the optimizer.
 _SCHEDULER = "scheduler"
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -30,7 +30,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What a rule may use.
+    """The values that a rule can use.
 
     Attributes:
         raw: the config as it was written.
@@ -52,7 +52,8 @@ class _Known:
         return set(self.dtypes) == {dtype} and not self.get(f"{other}.enabled")
 
 
-# A rule that returns None leaves the key out, so that it has its default or follows from the other batch sizes.
+# A rule that returns None removes the key. The key then has its default, or its value follows from the other batch
+# sizes.
 _RULES: Mapping[str, Callable[[_Known], Any]] = {
     _MICRO_BATCH: lambda known: None if known.get("train_batch_size") else 1,
     "gradient_clipping": lambda known: 0.0 if known.get("paramserver.gradient_clipping_value") else 1.0,
@@ -60,7 +61,7 @@ _RULES: Mapping[str, Callable[[_Known], Any]] = {
     "bf16.enabled": lambda known: known.computes_in(torch.bfloat16, "fp16"),
     "fp16.enabled": lambda known: known.computes_in(torch.float16, "bf16"),
 }
-# Any of these makes the micro-batch "auto" if the config says nothing about it.
+# If one of these keys is "auto", the size of the micro-batch is also treated as "auto" unless the config gives it.
 _BATCH_KEYS = ("train_batch_size", _MICRO_BATCH)
 
 
@@ -93,7 +94,7 @@ def resolve_automatic(
     for path in found:
         section = section_at(model, raw, path[:-1])
         if section is None or path[-1] not in section.model_fields:
-            # The key is unknown, and the error about it shows what was written.
+            # The key is unknown. "auto" stays, so that the error about the key shows what the user has written.
             continue
         rule = _RULES.get(".".join(path))
         _replace(resolved, path, None if rule is None else rule(known))

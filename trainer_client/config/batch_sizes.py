@@ -20,7 +20,7 @@ class BatchSizes:
 
 
 class BatchKeys(Section):
-    """The keys of the config that say how many samples a step has, and how they come."""
+    """The keys of the config that say how many samples a step has, and how they are divided."""
 
     train_batch_size: PositiveInt | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""The section `paramserver.checkpoints`: which checkpoints stay."""
+"""The section `paramserver.checkpoints`: which checkpoints are kept, and which are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_client.section import Section
 class CheckpointsSection(Section):
     """The retention of checkpoints that `save_checkpoint` has made of this job.
 
-    A checkpoint stays if one of the three numbers keeps it; the newest one always stays. Without any of them, all stay.
+    A checkpoint is kept if one of the three numbers keeps it; the newest one is always kept. If none is set, all are.
     """
 
     keep_last: PositiveInt | None = Field(default=None, description="how many of the newest checkpoints stay")

@@ -1,4 +1,4 @@
-"""The keys of the config about gradients on their way between the ranks."""
+"""The keys of the config about how gradients are clipped and sent between the ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The reading of a config file: JSON, with the comments and trailing commas that DeepSpeed's reader accepts.
 
-Must never change a string of the file.
+This module must never change a string of the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _plain_json(text: str) -> str:
-    """Return the text without comments and without commas behind the last element. Line numbers stay."""
+    """Return the text without comments and without commas behind the last element. No line gets another number."""
     without_comments = _STRING_OR_COMMENT.sub(
         lambda match: match[0] if match[0].startswith('"') else "\n" * match[0].count("\n"), text
     )

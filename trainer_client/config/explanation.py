@@ -1,6 +1,6 @@
 """The sentences about keys that a config cannot have, made from pydantic's errors.
 
-Owns the words of these messages. Each names the key in full, its value, and what to write instead.
+This module owns the words of these messages. Each names the key in full, its value, and what to write instead.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class _Explainer:
     def _hint(self, location: tuple[str, ...]) -> str:
         """Return what to do about an unknown key.
 
-        A key of the whole config may be that of a section, written in the wrong place; else the nearest key is meant.
+        If an unknown key of the whole config is the key of a section, the hint names it with its section. Otherwise it
+        names the known key with the most similar name.
         """
         beside = self._keys_beside(location)
         key = location[-1]

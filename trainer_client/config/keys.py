@@ -1,6 +1,6 @@
 """Walks over the typed config: which sections and keys there are, by dotted name.
 
-Owns nothing. Must never look at values, except at the optimizer's type, which chooses a section.
+This module owns nothing. It must never look at values, except at the optimizer's type, which chooses a section.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def section_at(model: type[Section], config: Mapping[str, Any], path: tuple[str,
 
 
 def _is_of_type(section: type[Section], chosen: Any) -> bool:
-    """Return whether a section is the one for this value of its key `type`."""
+    """Return whether `chosen` is one of the values that the key `type` of this section allows."""
     field = section.model_fields.get("type")
     return field is not None and chosen in get_args(field.annotation)

@@ -1,6 +1,7 @@
 """The reading of a training config: from a file or a dict to a checked TrainingConfig.
 
-Owns the order of the steps: older names, "auto", the types of keys, and then the keys that restrict each other.
+This module owns the order of the steps: older names, "auto", the types of keys, and then the keys that restrict each
+other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _CHOICES = {
     "scheduler": Choice(names=SCHEDULES, why_refused=why_schedule_refused),
 }
 
-# A key of the whole config that begins so is a comment, because JSON has none, and DeepSpeed reads no such key.
+# A key of the whole config that begins with one of these is a comment, because JSON has no comments and DeepSpeed reads
+# no such key.
 _COMMENTS = ("_", "#", "//", "comment")
 
 
@@ -73,7 +75,7 @@ def _with_canonical_type(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
-    """Check the keys that restrict each other. Raises ConfigError, naming the keys and the remedy."""
+    """Check the keys that restrict each other. It can raise ConfigError, which names the keys and the remedy."""
     _check_precision(config)
     if config.gradient_clipping and config.paramserver.gradient_clipping_value is not None:
         raise ConfigError(
@@ -107,7 +109,7 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_precision(config: TrainingConfig) -> None:
-    """Check that the config chooses one number format. Raises ConfigError."""
+    """Check that the config chooses one number format. It can raise ConfigError."""
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
     chosen = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
@@ -119,7 +121,7 @@ def _check_precision(config: TrainingConfig) -> None:
 
 
 def _check_own_daemon(config: TrainingConfig) -> None:
-    """Check the keys about a daemon that the job starts. Raises ConfigError."""
+    """Check the keys about a daemon that the job starts. It can raise ConfigError."""
     paths = config.nvme_paths()
     if len(set(paths.values())) > 1 and config.paramserver.state_dir is None:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())

@@ -1,6 +1,6 @@
 """The lines of the log about a config: which keys have no effect, which one is missing, and what "auto" became.
 
-Owns the words of these lines. Must never change a value.
+This module owns the words of these lines. It must never change a value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def keys_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> d
 
 
 def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the line for the log, in which keys with one reason stand together; None if every key has its effect."""
+    """Return the line for the log, in which keys with the same reason are together; None if every key has an effect."""
     by_reason: dict[str, list[str]] = {}
     for key, why in keys_without_effect(config, environ).items():
         by_reason.setdefault(why, []).append(key)
@@ -37,7 +37,7 @@ def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) 
 def describe_clipping(config: TrainingConfig) -> str | None:
     """Return the line for the log about a config that does not say whether gradients are clipped; None if it does.
 
-    Later versions of DeepSpeed clip then, and earlier ones do not, so that the config means one or the other.
+    Later versions of DeepSpeed clip if the config says nothing, and earlier ones do not. So the config is ambiguous.
     """
     if "gradient_clipping" in config.model_fields_set or config.paramserver.gradient_clipping_value is not None:
         return None
@@ -77,7 +77,7 @@ def _is_switched_off(value: Any) -> bool:
 
 
 def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that have no effect beside other keys of this config."""
+    """Yield the keys that have no effect because of other keys of this config."""
     stage = config.zero_optimization.stage
     for name, section in config.offloads().items():
         if section.device != "none" and stage < _OFFLOAD_STAGES[name]:

@@ -105,7 +105,7 @@ class TimersSection(Section):
 class MonitoringKeys(Section):
     """The keys of the config that say what is logged and measured."""
 
-    # Ranks may differ, because only rank 0 prints.
+    # The value may differ between ranks, because only rank 0 prints.
     steps_per_print: Annotated[PositiveInt | None, Agreement.NONE, BeforeValidator(_never_if_infinite)] = Field(
         default=10,
         description="steps between log lines, which say what the [step cost](performance.md); null or infinite: none",

@@ -1,6 +1,6 @@
 """The older names and forms of DeepSpeed's keys, which are read as the keys of today.
 
-Owns the list of them and the conversion of a raw config. Must never judge a value: the sections do.
+This module owns the list of them and the conversion of a raw config. It must never judge a value: the sections do.
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ from pydantic import (
 )
 
 from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
-from paramserver.contract.durability import DURABILITY_PATTERN
+from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
 from trainer_client.config.zero import Fraction
+from trainer_client.device import AUTO, check_setting, kind_of
 from trainer_client.section import Agreement, Section
 
 # The config may write "nvme" instead of {"nvme": 1.0}.
@@ -85,13 +86,14 @@ class UnitsSection(Section):
 class DataSection(Section):
     """The loader that `initialize(training_data=...)` returns.
 
-    The order of the samples follows from `seed` and the epoch; without `shuffle` it is the dataset's. `workers` is the
-    number of processes that load ahead; with 0 the training loop itself loads.
+    The order of the samples follows from `seed` and the epoch; without `shuffle` it is the dataset's own order.
+    `workers` is the number of processes that load samples ahead; with 0 the training loop itself loads them.
     """
 
     seed: NonNegativeInt = Field(default=0, description="of the order of `training_data`")
     shuffle: bool = Field(default=True, description="false: in the order of the dataset")
-    # Ranks may differ, because nodes have different processors and the order of the samples does not depend on workers.
+    # The value may differ between ranks, because nodes have different processors and the order of the samples does not
+    # depend on workers.
     workers: Annotated[NonNegativeInt, Agreement.NONE] = Field(default=0, description="processes that load ahead")
 
 
@@ -118,8 +120,8 @@ class TraceSection(Section):
 class TelemetrySection(Section):
     """Traces of steps for an OpenTelemetry collector, to which this rank sends its spans.
 
-    The daemon sends its own, to the collector that its key `otlp_endpoint` names. A daemon that the job starts itself
-    gets this one.
+    The daemon sends spans of its own to the collector that its key `otlp_endpoint` names. If the job starts the daemon,
+    the daemon gets the address of this collector.
     """
 
     endpoint: Annotated[str, AfterValidator(check_collector)] = Field(
@@ -135,12 +137,12 @@ class TelemetrySection(Section):
 
 
 class InferenceSection(Section):
-    """An engine for inference, which `initialize` returns without an optimizer: [inference](inference.md)."""
+    """The engine for inference that `initialize` returns if it gets no optimizer: [inference](inference.md)."""
 
     step: NonNegativeInt | None = Field(
         default=None, description="the committed step whose weights are used; null: the newest one"
     )
-    # Ranks may differ, because nodes have different stores.
+    # The value may differ between ranks, because nodes have different stores.
     host_bytes: Annotated[ByteSize | None, Agreement.NONE] = Field(
         default=None,
         description="most bytes of the store's host memory that the weights in use may take; null: 13/16 of the budget "
@@ -148,9 +150,30 @@ class InferenceSection(Section):
     )
 
 
+class ReplicaSection(Section):
+    """The daemons that hold the job's replicas. Credentials are those for the job's own daemon."""
+
+    addresses: tuple[str, ...] = Field(
+        default=(),
+        description="daemons on other nodes, preferred ones first; the job's own may be among them, and is left out. A "
+        "start reads a newer step from them",
+    )
+    timeout_seconds: PositiveFloat = Field(
+        default=300.0,
+        description="how long a commit waits for the replicas with `durability` `replicated`, and the end of a run for "
+        "those that are well",
+    )
+
+
 class ParamserverSection(Section):
     """The store and how the job uses it."""
 
+    # Ranks may have different indexes; that all have one kind of device is compared by the kind that was chosen.
+    device: Annotated[str, AfterValidator(check_setting), Agreement.NONE] = Field(
+        default=AUTO,
+        description="`auto`, `cpu`, or a kind of accelerator without or with its index, as `cuda` or `cuda:1`: the "
+        "device of each rank; see [Device](#device)",
+    )
     # Ranks may have different addresses, because each node has a daemon of its own, or several. The ranks only compare
     # whether there is an address: see `TrainingConfig.daemon_values`. Credentials belong to the address, and the
     # contents of their files must not leave the rank.
@@ -188,10 +211,21 @@ class ParamserverSection(Section):
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="`never`: the job must be new; `must`: it must have a committed step"
     )
+    initial_weights: Literal["exact", "rounded"] = Field(
+        default="exact",
+        description="what the fp32 master weights of a new job begin with: the `exact` values of the model, or these "
+        "`rounded` to the dtype of the forward, as DeepSpeed's do",
+    )
     units: UnitsSection = Field(default=UnitsSection(), description="what is gathered as a whole")
     gather: Literal["auto", "collective", "store"] = Field(
         default="auto",
         description="`collective`: all-gather between ranks; `store`: each rank reads all from its node's store",
+    )
+    pin_arena: Literal["auto"] | bool = Field(
+        default="auto",
+        description="register the memory that this rank shares with the store with its GPU, so that copies go on "
+        "beside the host; `auto`: where that is possible, with one warning where it fails; true: a rank without a CUDA "
+        "device is an error: [performance](performance.md#gpus)",
     )
     collective_timeout_seconds: PositiveFloat = Field(
         default=1800.0,
@@ -204,8 +238,8 @@ class ParamserverSection(Section):
     )
     kept_gradients: ByteSize = Field(
         default=ByteSize(1 << 30),
-        description="most bytes of gradients that a rank keeps until their commit is there, to hand them to the next "
-        "daemon",
+        description="most bytes of gradients, and of first values, that a rank keeps until their commit is there, to "
+        "hand them to the next daemon",
     )
     checkpoints: CheckpointsSection = Field(
         default=CheckpointsSection(),
@@ -215,6 +249,10 @@ class ParamserverSection(Section):
     durability: Annotated[str, Field(pattern=DURABILITY_PATTERN)] = Field(
         default="step", description="see [Durability](#durability)"
     )
+    replicas: NonNegativeInt = Field(
+        default=0, description="how many other daemons keep each committed step as well: [replicas](replicas.md)"
+    )
+    replica: ReplicaSection = Field(default=ReplicaSection(), description="where the replicas are")
     may_thaw: tuple[str, ...] = Field(
         default=(),
         description="patterns of names: frozen parameters, in no parameter group, that may be trained later",
@@ -237,12 +275,27 @@ class ParamserverSection(Section):
         "[engine](engine.md#early-updates)",
     )
     inference: InferenceSection = Field(default=InferenceSection(), description="an engine without an optimizer")
-    # Each rank writes its trace on its own, so ranks may differ.
+    # The value may differ between ranks, because each rank writes its own trace.
     trace: Annotated[TraceSection | None, Agreement.NONE] = Field(default=None, description="a trace of some steps")
-    # Each rank sends its spans on its own, and nodes may have collectors of their own.
+    # The value may differ between ranks, because each rank sends its own spans, and nodes may have collectors of their
+    # own.
     telemetry: Annotated[TelemetrySection | None, Agreement.NONE] = Field(
         default=None, description="traces of steps for an OpenTelemetry collector"
     )
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> ParamserverSection:
+        if len(set(self.replica.addresses)) < self.replicas:
+            raise ValueError(
+                f"replicas {self.replicas} needs as many daemons on other nodes, and replica.addresses names "
+                f"{len(set(self.replica.addresses))}: write their addresses there, HOST:PORT"
+            )
+        if self.durability == REPLICATED and not self.replicas:
+            raise ValueError(
+                'durability "replicated" waits for replicas, and there are none: set replicas to 1, and '
+                'replica.addresses to daemons on other nodes; or write "step"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_collector(self) -> ParamserverSection:
@@ -253,3 +306,13 @@ class ParamserverSection(Section):
                 "paramserver.insecure to true on a network that you trust"
             )
         return self
+
+
+def configured_device_kind(raw: Mapping[str, Any]) -> str:
+    """Return the kind of device that a config means by `paramserver.device` on this machine, before it is read as one.
+
+    Raises:
+        ConfigError: torch finds no device of this kind.
+    """
+    section = raw.get("paramserver")
+    return kind_of(str(section.get("device", AUTO)) if isinstance(section, Mapping) else AUTO)

@@ -20,12 +20,12 @@ _SHORT = {name: short for short, names in _NAMES.items() for name in names}
 
 
 def _short_name(value: Any) -> Any:
-    """Return the short one of the names that DeepSpeed has for a dtype."""
+    """Return the shortest of the names that DeepSpeed has for a dtype."""
     return _SHORT.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _finite(value: Any) -> Any:
-    """Return a number as it is. Raises ValueError for anything else, and for a number that is not finite.
+    """Return a number as it is. Raise ValueError for anything else, and for a number that is not finite.
 
     Without this, pydantic would take `true` for 1, and a loss scale that is not finite would skip every step.
     """
@@ -42,8 +42,11 @@ def _finite(value: Any) -> Any:
 
 DTypeName = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_name)]
 
+# DeepSpeed's default of torch_autocast.lower_precision_safe_modules.
+_LINEAR_AND_CONVOLUTIONAL = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+
 _NO_LOSS_SCALE = "bf16 has the range of fp32, so there is no loss scale"
-_MASTERS_ARE_FP32 = "master weights and optimizer states are always fp32 in the store"
+_MASTERS_ARE_FP32 = "master weights and optimizer states are fp32; offload the optimizer to take them off the device"
 
 
 class Bf16Section(Section):
@@ -62,12 +65,12 @@ class Bf16Section(Section):
     ] = True
     bf16_master_weights_and_grads: Annotated[
         bool,
-        Refused(why=_MASTERS_ARE_FP32, instead="remove it; to have room, offload the optimizer"),
+        WithoutEffect(why=_MASTERS_ARE_FP32),
         Field(description="keep master weights and gradients in bf16"),
     ] = False
     bf16_optimizer_states: Annotated[
         bool,
-        Refused(why=_MASTERS_ARE_FP32, instead="remove it; to have room, offload the optimizer"),
+        WithoutEffect(why=_MASTERS_ARE_FP32),
         Field(description="keep optimizer states in bf16"),
     ] = False
     loss_scale: Annotated[
@@ -117,13 +120,16 @@ class Fp16Section(Section):
     ] = None
     fp16_master_weights_and_grads: Annotated[
         bool,
-        Refused(why=_MASTERS_ARE_FP32, instead="remove it; to have room, offload the optimizer"),
+        WithoutEffect(why=_MASTERS_ARE_FP32),
         Field(description="keep master weights and gradients in fp16"),
     ] = False
 
     @model_validator(mode="after")
     def _check_dynamic_scale(self) -> Self:
-        """Check what only a dynamic loss scale uses. With a static one, DeepSpeed takes any value of these keys."""
+        """Check the keys that only a dynamic loss scale uses.
+
+        With a static one, DeepSpeed accepts any value of these keys.
+        """
         if self.enabled and self.loss_scale == 0:
             if self.loss_scale_window < 1:
                 raise ValueError("loss_scale_window must be at least 1 step, because the loss scale is dynamic")
@@ -144,9 +150,15 @@ class TorchAutocastSection(Section):
     )
     lower_precision_safe_modules: tuple[str, ...] | None = Field(
         default=None,
-        description="classes of modules, as `torch.nn.Linear`, whose gradients are added over the ranks in that dtype; "
-        "null: none. DeepSpeed's default has the linear and convolutional ones",
+        description="classes of modules whose gradients are added over the ranks in that dtype; `[]`: none; null: "
+        "`torch.nn.Linear`, `Conv1d`, `Conv2d` and `Conv3d`",
     )
+
+    @property
+    def reduced_classes(self) -> tuple[str, ...]:
+        """The names of the classes of modules whose gradients are added over the ranks in autocast's dtype."""
+        chosen = self.lower_precision_safe_modules
+        return _LINEAR_AND_CONVOLUTIONAL if chosen is None else chosen
 
 
 class DataTypesSection(Section):

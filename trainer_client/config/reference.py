@@ -1,6 +1,6 @@
 """The tables of docs/config.md, made from the typed config: `python -m trainer_client.config.reference [--check]`.
 
-Owns the parts of the page between its markers. Must never change the text around them.
+This module owns the parts of the page between its markers. It must never change the text around them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer_client.standing import Refused, WithoutEffect
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# A row names so many types of a section at most.
+# The most types of a section that a row names.
 _NAMED_TYPES = 6
 
 
@@ -36,10 +36,10 @@ class Entry:
     """A key of the config, or a section that has one mark for all of its keys.
 
     Attributes:
-        path: its dotted name.
-        field: its declaration.
-        types: the values of the key `type` beside it with which it is there; empty: always.
-        inner: the names of the keys of a section, relative to it.
+        path: the dotted name of the key.
+        field: the declaration of the key.
+        types: the values of the key `type` in the same section for which this key exists; empty: it always exists.
+        inner: the names of a section's keys, relative to the section.
     """
 
     path: str
@@ -64,7 +64,10 @@ class Entry:
 
 
 def entries(model: type[Section] = TrainingConfig) -> list[Entry]:
-    """Return all keys of the config in their order. A key that several optimizers have alike is there once."""
+    """Return all keys of the config in their order.
+
+    A key that several optimizers have in the same form is returned once.
+    """
     merged: dict[tuple[str, str], Entry] = {}
     for entry in _walk(model):
         mark = entry.without_effect or entry.refused
@@ -121,7 +124,7 @@ def render(page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or with --check say whether it is up to date. Return the exit code."""
+    """Write the page or, with --check, print whether it is up to date. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is not up to date")
     check = parser.parse_args(arguments).check
@@ -174,7 +177,7 @@ def _all_types(path: str) -> set[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return the default of a key as the config would have it; "" for one that must be written, "off" for a section."""
+    """Return the default of a key as the config would have it; "" for a required key, "off" for a section."""
     if field.is_required():
         return ""
     if isinstance(field.default, Section):
@@ -183,7 +186,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as JSON, with large numbers and sizes in short."""
+    """Return a value as JSON, with large numbers and sizes in a short form."""
     if isinstance(value, ByteSize):
         return json.dumps(value.human_readable().replace(".0", ""))
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
 """The training config: DeepSpeed's config, and the section `paramserver`.
 
-Owns the class of the whole config, and the values that follow from several keys. The keys stand in the modules of their
-topics. Each is honoured with DeepSpeed's meaning unless a mark of standing.py says otherwise. Must never read the
-environment on its own: functions that depend on the environment take it as an argument.
+This module owns the class of the whole config, and the values that follow from several keys. The keys are defined in
+the modules of their topics. Each is honoured with DeepSpeed's meaning unless a mark of standing.py says otherwise. This
+module must never read the environment on its own: functions that depend on the environment take it as an argument.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer_client.transport.credentials import Credentials
 DEFAULT_STATE_DIR = "paramserver-state"
 
 
-# pydantic lists the keys of the last base first.
+# The order of the bases is that of the keys in reverse, because pydantic lists the keys of the last base first.
 class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, PrecisionKeys, CommunicationKeys, BatchKeys):
     """The whole config.
 
@@ -57,7 +57,7 @@ class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, Preci
         return self._automatic
 
     def note_automatic(self, paths: tuple[str, ...]) -> None:
-        """Take note of the keys that were "auto". The reader of the config calls this once."""
+        """Store the names of the keys that were "auto". The reader of the config calls this once."""
         self._automatic = paths
 
     def value_at(self, path: str) -> Any:

@@ -81,7 +81,7 @@ class OffloadOptimizerSection(OffloadSection):
 
     @property
     def pipeline(self) -> bool:
-        """Whether the config asks for reads or writes beside an update, as DeepSpeed's config says it."""
+        """Whether one of DeepSpeed's keys asks for reads or writes that run during an update."""
         return self.pipeline_read or self.pipeline_write
 
 

@@ -7,8 +7,8 @@ DEST/shards/NAME              the compact form of one slab, or a client state
 ```
 
 A manifest names each slab's file with its size and its digest. A second backup writes the slabs that have changed, and
-names the files of the first one for the others. Nothing is written into a file that a manifest names. Must never take a
-directory for a backup that is none, and must never give out bytes that are not those of their digest.
+names the files of the first one for the others. Nothing is written into a file that a manifest names. This module must
+never take a directory for a backup that is none, and must never give out bytes that are not those of their digest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _StoredBytes:
 
     @classmethod
     def from_json(cls, value: Any) -> _StoredBytes:
-        """Return the value that `to_json` made. Raises ValueError for any other."""
+        """Return the value that `to_json` made. Raise ValueError for any other."""
         file, size_bytes, digest = value
         if not (_FILE_NAME.fullmatch(file) and _FILE_NAME.fullmatch(digest) and isinstance(size_bytes, int)):
             raise ValueError(f"{value} names no bytes")
@@ -66,11 +66,11 @@ class _Manifest:
     """One backup of a step.
 
     Attributes:
-        number: of this backup; a later one has a higher number.
-        step: what was backed up, without client states.
-        made_at_unix_seconds: when.
-        slabs: where the bytes of each slab are; one that was never written, or has no elements, is not there.
-        states: where each rank's client state is.
+        number: the number of this backup; a later one has a higher number.
+        step: the step that was backed up, without its client states.
+        made_at_unix_seconds: the time at which the backup was made.
+        slabs: the file with the bytes of each slab, without slabs that were never written or have no elements.
+        states: the file with the client state of each rank.
     """
 
     number: int
@@ -109,7 +109,7 @@ class _Manifest:
 
     @classmethod
     def from_text(cls, place: str, text: bytes) -> _Manifest:
-        """Return the manifest that `to_text` made. Raises BackupError; `place` is its file, for the error."""
+        """Return the manifest that `to_text` made. It can raise BackupError; `place` is its file, for the error."""
         line, _, rest = text.partition(b"\n")
         if rest.strip().decode(errors="replace") != _digest_of(line):
             raise BackupError(
@@ -139,7 +139,7 @@ class _Manifest:
         return manifest
 
     def _check(self, place: str) -> None:
-        """Check that exactly the slabs that were written have bytes, of their size. Raises BackupError."""
+        """Check that exactly the slabs that were written have bytes, of their size. It can raise BackupError."""
         sizes = {key: slab.size_bytes for key, slab in self.step.slabs.items() if slab.version is not None}
         if {key: size for key, size in sizes.items() if size} != {k: s.size_bytes for k, s in self.slabs.items()}:
             raise BackupError(f"{place} is no manifest of a backup: its files are not those of its slabs")
@@ -149,17 +149,17 @@ class _Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupResult:
-    """What a backup has done.
+    """The result of a backup.
 
     Attributes:
-        destination: the backup.
-        job: the job.
-        step: the step.
-        total_bytes: the bytes of the step.
-        written_bytes: those that were written; the others were in the backup.
+        destination: the directory or URL of the backup, as the user has written it.
+        job: the name of the job.
+        step: the number of the step.
+        total_bytes: the bytes of the whole step.
+        written_bytes: the bytes that were written; the backup had the others already.
         written_slabs: the number of slabs (kinds of groups) that were written.
         steps: the steps that the backup has now, oldest backup first.
-        seconds: how long it took.
+        seconds: the duration of the backup.
     """
 
     destination: str
@@ -187,16 +187,16 @@ def back_up(
     Until the end the backup has the steps that it had before; a failure leaves only files that the next backup removes.
 
     Args:
-        origin: the daemon that has the step, which is held meanwhile.
-        job: the job.
+        origin: the daemon that has the step. It holds the step until the backup is complete.
+        job: the name of the job.
         destination: a directory, or a URL that fsspec knows.
         step: the step's number; without it, and without `kept`, the newest committed step.
         kept: the name of a kept step, instead of `step`.
-        keep_last: the number of newest backups that stay; None: all.
-        on_progress: called after each part.
+        keep_last: the number of newest backups that are kept; None: all are kept.
+        on_progress: called after each part (at most PART_BYTES) that was written.
 
     Raises:
-        BackupError: the destination is no backup, or another job's, or cannot be written.
+        BackupError: the destination is not a backup, is another job's, or cannot be written.
         StoreError: the daemon refuses, or cannot be reached.
     """
     if keep_last is not None and keep_last < 1:
@@ -256,11 +256,12 @@ class _Writing:
         )
 
     def _unchanged(self, latest: _Manifest) -> dict[SlabKey, _StoredBytes]:
-        """Return where the backup has the bytes of the slabs that have not changed since its latest step."""
+        """Return the file of each slab that has not changed since the latest step of the backup."""
         if not self._step.has_groups_of(latest.step):
             return {}
         sizes = self._files.sizes(_SHARDS)
-        # Only slabs of the same version can be the same, and digests tell whether a roll-back lies between.
+        # Only slabs with the same version number can be unchanged. After a roll-back equal numbers may name other
+        # bytes, so their digests are compared.
         candidates = [
             slab
             for key, slab in self._step.slabs.items()
@@ -277,7 +278,7 @@ class _Writing:
         }
 
     def _write(self, parts: Iterator[memoryview] | list[memoryview], *, count: bool = True) -> _StoredBytes:
-        """Write the bytes into a new file, and return where they are."""
+        """Write the bytes into a new file, and return the file's record."""
         name, digest, size = secrets.token_hex(16), xxhash.xxh3_128(), 0
 
         def counted() -> Iterator[memoryview]:
@@ -292,7 +293,7 @@ class _Writing:
         return _StoredBytes(file=name, size_bytes=size, digest=digest.hexdigest())
 
     def _prune(self, newest: _Manifest, keep_last: int | None) -> None:
-        """Remove older backups that are not to be kept, former ones of the same commit, and files that none names."""
+        """Remove older backups that are not kept, former backups of the same commit, and files without a manifest."""
         names = _manifests(self._files)
         kept = {newest.name: newest}
         for name in reversed(names):
@@ -313,13 +314,13 @@ class _Writing:
 
 
 class BackupStep:
-    """A step of a backup; fulfils StepSource."""
+    """A step of a backup, which implements StepSource."""
 
     def __init__(self, place: str, job: str, step: int | None = None) -> None:
-        """Open the step of the newest backup, or of the newest one of a step.
+        """Open the newest backup or, if `step` is given, the newest backup of this step.
 
         Raises:
-            BackupError: there is no such backup, or step in it, or files of it are missing, cut off or damaged.
+            BackupError: there is no backup, it does not have the step, or files of it are missing, cut off or damaged.
             ConfigError: fsspec cannot use the URL.
         """
         self._files = open_files(place)
@@ -347,7 +348,7 @@ class BackupStep:
         )
 
     def _check_files(self) -> None:
-        """Raise BackupError if a file is missing or of another size, before anything is done with the others."""
+        """Raise BackupError if a file is missing or has another size, before any file is read."""
         sizes = self._files.sizes(_SHARDS)
         for stored in self._manifest.stored:
             if (found := sizes.get(stored.file)) != stored.size_bytes:
@@ -355,7 +356,7 @@ class BackupStep:
                 raise BackupError(f"the backup {self.name} is incomplete: {_SHARDS}/{stored.file} {state}")
 
     def digests(self, slabs: Sequence[StoredSlab]) -> list[bytes]:
-        """Return the digests that the manifest has; see StepSource. Reading verifies them."""
+        """Return the digests that the manifest has; see StepSource. `read` compares the bytes with them."""
         empty = xxhash.xxh3_128().digest()
         return [
             b""
@@ -373,7 +374,7 @@ class BackupStep:
             yield slab, self._parts(self._manifest.slabs[slab.key], what) if slab.size_bytes else iter(())
 
     def _parts(self, stored: _StoredBytes, what: str) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a file, in parts, and raise BackupError at its end if they are not those of its digest."""
+        """Yield the bytes of a file, in parts. Raise BackupError at its end if they do not match its digest."""
         digest, size = xxhash.xxh3_128(), 0
         with self._files.open(f"{_SHARDS}/{stored.file}") as file:
             while part := file.read(min(PART_BYTES, stored.size_bytes - size)):
@@ -393,9 +394,9 @@ def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
     """Check that a directory is a backup of a job, or that there is nothing in it unless it must exist.
 
     Raises:
-        BackupError: it is not.
+        BackupError: the directory is another job's backup, has other files, or must be a backup and is not.
     """
-    # Hidden files are the lock, and what a program left that was killed before it had written the label.
+    # Hidden files are the lock, and files that a killed program left before it had written the label.
     names = [name for name in files.sizes("") if not name.startswith(".")]
     if _LABEL not in names:
         if must_exist or names:

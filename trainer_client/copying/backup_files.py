@@ -1,7 +1,7 @@
 """The files of a backup, in a local directory or behind a URL that fsspec knows.
 
 A local file has its name only once it is complete and synced. A file behind a URL may be there in part, so the backup
-counts on no file that no manifest names. Must never touch a file outside of its directory.
+uses no file that no manifest names. This module must never touch a file outside of its directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTIAL = ".partial"
 
 
 class BackupFiles(ABC):
-    """A directory with files, by names such as `shards/NAME`. Each method raises BackupError for a failed device.
+    """A directory with files, by names such as `shards/NAME`. Each method raises BackupError if the device fails.
 
     Attributes:
         name: the directory, as the user has written it.
@@ -163,7 +163,7 @@ class _RemoteFiles(BackupFiles):
 
     def _sizes(self, directory: str) -> dict[str, int]:
         path = self._path(directory) if directory else self._root
-        # A listing may be remembered from before another file was written.
+        # fsspec may have cached a listing from before another file was written.
         self._fs.invalidate_cache(path)
         try:
             listed: list[dict[str, Any]] = self._fs.ls(path, detail=True)
@@ -177,7 +177,7 @@ class _RemoteFiles(BackupFiles):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        # A store of objects has no locks.
+        # A file system behind a URL, such as an object store, has no locks.
         yield
 
     def _path(self, name: str) -> str:
@@ -185,7 +185,7 @@ class _RemoteFiles(BackupFiles):
 
 
 def open_files(place: str) -> BackupFiles:
-    """Return the files of a backup at a local path or URL. Raises ConfigError for a URL that fsspec cannot use."""
+    """Return the files of a backup at a local path or URL. Raise ConfigError for a URL that fsspec cannot use."""
     if "://" in place and not place.startswith("file://"):
         return _RemoteFiles(place)
     return _LocalFiles(place, Path(place.removeprefix("file://")).absolute())

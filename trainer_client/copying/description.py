@@ -1,8 +1,8 @@
 """A committed step as it is copied: everything that its store knows of it, and the form in which its bytes travel.
 
-The bytes of a slab travel in *compact form*: the elements of the group's shards, by position, without what is between
-them. The digest of a slab is the XXH3-128 of its compact form, so it is the same in every store and in a backup. Owns
-no connection and no file.
+The bytes of a slab travel in *compact form*: the elements of the group's shards, by position, without the padding
+between them. The digest of a slab is the XXH3-128 of its compact form, so it is the same in every store and in a
+backup. This module owns no connection and no file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StoredSlab:
         group: the group, with its shards by position.
         kind: the kind.
         dtype: the type of its elements.
-        version: the step that wrote the bytes. None: they were never written, and are zeros.
+        version: the step that wrote the bytes. None: the bytes were never written, and are zeros.
     """
 
     group: pb.ShardGroup
@@ -53,7 +53,7 @@ class StoredSlab:
 
     @property
     def lease_bytes(self) -> int:
-        """The size of a lease on the slab, which has what is between the shards, too."""
+        """The size of a lease on the slab, which includes the padding between the shards."""
         return self.group.numel * self.dtype.itemsize
 
     def to_name(self) -> pb.SlabName:
@@ -73,7 +73,7 @@ class StoredSlab:
     def expand(self, parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the bytes of a lease on the slab, as (first byte, bytes), from the parts of the compact form.
 
-        What is between the shards, and behind the last one, is zeros.
+        The padding between the shards, and behind the last one, is zeros.
 
         Args:
             parts: the compact form, in order (uint8, on the CPU).
@@ -102,13 +102,14 @@ def _zeros(start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDescription:
-    """A committed step of a job, as one store has it: the part of the ranks of its node.
+    """A committed step of a job, as one store has it: the shards of the ranks of the store's node.
 
     Attributes:
-        step: names job, step, layout, world size, durability, time of the commit, and the ranks with client states.
-        parameters: the whole model, in the model's order.
-        slabs: what is stored, by name.
-        client_states: what each rank of the node gave to the commit.
+        step: the message with job, step, layout, world size, durability, time of the commit, and the ranks with client
+            states.
+        parameters: all parameters of the model, in the model's order.
+        slabs: the stored slabs by name.
+        client_states: the state that each rank of the node stored with the commit.
     """
 
     step: pb.DescribeStepResponse.StepOfJob
@@ -118,7 +119,7 @@ class StepDescription:
 
     @property
     def origin(self) -> str:
-        """A name of the commit: another commit of the same number, as after a roll-back, has another one."""
+        """A text that names the commit. Another commit of the same number, as after a roll-back, has another text."""
         return f"step {self.step.step} of {self.step.committed_at_unix_seconds!r}"
 
     @property
@@ -131,7 +132,7 @@ class StepDescription:
         return list({name: slab.group for (name, _), slab in self.slabs.items()}.values())
 
     def has_groups_of(self, other: StepDescription) -> bool:
-        """Return whether both have the same groups, wherever each keeps them."""
+        """Return whether both have the same groups. The tiers of the groups may differ."""
         return self.slabs.keys() == other.slabs.keys() and all(
             _shape(slab.group) == _shape(other.slabs[key].group) for key, slab in self.slabs.items()
         )
@@ -159,11 +160,11 @@ def slabs_of(stored: Iterable[pb.DescribeStepResponse.StoredGroup]) -> dict[Slab
 
 
 class StepSource(Protocol):
-    """Where a step is read: a daemon or a backup."""
+    """The place from which a step is read: a daemon or a backup."""
 
     @property
     def name(self) -> str:
-        """The place, for people."""
+        """The name of the place, for people: a daemon's address, or a backup's directory or URL."""
 
     @property
     def description(self) -> StepDescription:
@@ -186,7 +187,7 @@ class StepSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a copy has come: the bytes that are done, sent or found to be there, and all bytes of the step."""
+    """The progress of a copy: the bytes that were sent or that the target had already, and all bytes of the step."""
 
     done_bytes: int
     total_bytes: int

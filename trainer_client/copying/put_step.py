@@ -1,57 +1,66 @@
-"""Putting a step, from wherever it is read, into a daemon as the same step of the same job.
+"""The putting of a step, read from a daemon or a backup, into another daemon as the same step of the same job.
 
 The target has the whole step or nothing of it: its bytes are put by one run, whose ranks are those of the source, and
-are visible with its commit. What the target has of the same bytes is not sent again. Owns the sessions of the run.
-Must never commit before the store has read back what it was sent, and must never change what the target has committed.
+are visible with its commit. Bytes that the target has already are not sent again. This module owns the sessions of the
+run. It must never commit before the target has read the bytes back, and must never change a step that the target has
+committed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import xxhash
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from trainer_client.copying.description import PART_BYTES, Progress, StepSource, StoredSlab
+from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
 from trainer_client.copying.stored_step import StoredStep, digest_batches
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
-# The slabs that are being published at once, while the next one is filled. Each is in the target's host memory.
+log = logging.getLogger(__name__)
+
+# The most slabs that are being published at the same time, while the next slab is filled. Each takes room in the
+# target's host memory.
 _PUBLISHED_AT_ONCE = 2
 # The most shards in one request: the store needs some milliseconds to parse this many.
 _SHARDS_A_REQUEST = 16_384
-# The target's daemon may take this long to notice that the client of an interrupted copy is gone.
+# The most seconds for which the announcement of a copy is repeated, because the target's daemon may not have noticed
+# yet that the client of an interrupted copy is gone.
 _HAND_OVER_SECONDS = 2.0
 _HAND_OVER_LOOK_SECONDS = 0.5
-# The name in the target of a layout that has none in its source, as earlier versions have made them.
+# The time for which a copy waits for a target's daemon that is lost, and the number of times that it begins anew.
+RESTART_SECONDS = 60.0
+MOST_RESTARTS = 5
+# The target's name for a layout without a name. Earlier versions made such layouts.
 _UNNAMED_LAYOUT = "copied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """What a copy has done.
+    """The result of a copy.
 
     Attributes:
-        job: the job.
-        step: the step that the target has now.
-        total_bytes: the bytes of the step.
-        sent_bytes: those that were sent.
+        job: the name of the job.
+        step: the number of the step that the target has now.
+        total_bytes: the bytes of the whole step.
+        sent_bytes: the bytes that were sent.
         sent_slabs: the number of slabs (kinds of groups) that were sent.
-        same_bytes: those that the target's last committed step had already.
-        resumed_bytes: those that an interrupted copy had left.
+        same_bytes: the bytes that the target's last committed step had already.
+        resumed_bytes: the bytes that an interrupted copy of the same step had sent before.
         durable: whether the step in the target survives kill -9 and power loss.
-        seconds: how long it took.
+        seconds: the duration of the copy.
     """
 
     job: str
@@ -66,102 +75,195 @@ class CopyResult:
 
 
 def put_step(
-    source: StepSource, target: Connection, *, on_progress: Callable[[Progress], None] = lambda _: None
+    source: StepSource,
+    target: Connection,
+    *,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    restart_seconds: float = RESTART_SECONDS,
 ) -> CopyResult:
     """Make the step that `source` has the newest step of the same job in another daemon, bit for bit.
 
-    A copy that is interrupted (the process is killed, a connection is lost) leaves what it has put in the target's
-    daemon for an hour, and the next copy of the same step goes on with it. Any other failure leaves nothing.
+    If a copy is interrupted (the process is killed, a connection is lost), the target's daemon keeps the bytes that it
+    has received for an hour, and the next copy of the same step sends only the others. After any other failure the
+    daemon discards them. A restart of the target's daemon frees what it was sent, and the copy begins anew then.
 
     Args:
-        source: the step, which is not released.
-        target: a connection of an admin.
+        source: the step. This function does not close it.
+        target: a connection to the other daemon, with an admin's token if the daemon has tokens.
         on_progress: called after each part.
+        restart_seconds: how long to wait for the target's daemon if it is lost.
 
     Raises:
-        CopyError: the target has a newer step of the job, another commit of the same step, or damaged what it was sent.
+        CopyError: the target has a newer step of the job or another commit of the same step, or the bytes that it reads
+            back differ from those that were sent.
         StoreError: a daemon refuses, has no room, or cannot be reached.
         BackupError: the source is a damaged backup.
     """
-    return _Putting(source, target, on_progress).run()
+    for begun in itertools.count(1):
+        run = PutRun(target)
+        try:
+            with run:
+                return run.put(source, on_progress=on_progress)
+        except StoreError:
+            # The next daemon does not know the sessions of the copy, so the error depends on when the daemon was lost.
+            if begun > MOST_RESTARTS or not run.finds_another_daemon(restart_seconds):
+                raise
+            log.warning(
+                "the store daemon at %s was restarted, which has freed what it was sent of step %d of job %r: the copy "
+                "begins anew",
+                *(target.address, source.description.step.step, source.description.step.job),
+            )
+    raise AssertionError("the loop ends by itself only")
+
+
+class PutRun:
+    """A run that puts steps of a job into a daemon, one after another. Between two steps the job stays its own.
+
+    As a context manager it leaves the job at its end. After a loss of a connection or an interruption, the target keeps
+    the unfinished step.
+    """
+
+    def __init__(self, target: Connection) -> None:
+        """Prepare a run, which opens the job with the first step that it puts. `target` is not closed."""
+        self.target = target
+        # A session for each rank of the source; none before the first step.
+        self.sessions: list[StoreSession] = []
+        # The layout's name in the target, and the newest step there.
+        self.layout = ""
+        self.newest: int | None = None
+        self.is_same_layout = False
+        # The daemon's start to which the run was announced.
+        self.epoch: str | None = None
+        # The step that this run has put last.
+        self._last: StepDescription | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job, because of an error if one is given. Another step that is put opens it again."""
+        is_lost = isinstance(error, StoreUnavailableError | StoreTimeoutError | KeyboardInterrupt | SystemExit)
+        for session in self.sessions:
+            # The target takes the connection for lost and keeps the unfinished step, or else it keeps nothing of it.
+            (session.break_off if is_lost else session.close)()
+        self.sessions = []
+
+    def takes(self, step: StepDescription) -> bool:
+        """Return whether this run can put the step: it has put none yet, or one in the same layout."""
+        last = self._last
+        return last is None or (last.step.layout == step.step.layout and step.has_groups_of(last))
+
+    def put(self, source: StepSource, *, on_progress: Callable[[Progress], None] = lambda _: None) -> CopyResult:
+        """Put a step that is newer than the last one; see put_step for the arguments and errors.
+
+        From the second step on, the slabs that have another version than in the last step are sent, and no others are
+        compared. So all steps must be those of one run of the source, which gives no version a second content.
+        """
+        result = _Putting(source, self, on_progress).run(self._last if self.sessions else None)
+        self._last = source.description
+        return result
+
+    def finds_another_daemon(self, seconds: float) -> bool:
+        """Wait for a daemon at the target's address, and return whether the one that knew the run is gone."""
+        call = Call(seconds, seconds)
+        try:
+            epoch = self.target.resume(call, lambda _: self.target.epoch)
+        except StoreError:
+            return False
+        return self.epoch not in (None, epoch)
 
 
 class _Putting:
-    def __init__(self, source: StepSource, target: Connection, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, source: StepSource, run: PutRun, on_progress: Callable[[Progress], None]) -> None:
         self._source = source
         self._step = source.description
-        self._target = target
+        self._run = run
+        self._target = run.target
         self._on_progress = on_progress
         self._total_bytes = self._step.size_bytes
         self._done_bytes = 0
         self._sent_bytes = 0
         self._began = time.monotonic()
-        # The layout's name in the target, and the newest step there.
-        self._layout = self._step.step.layout
-        self._newest: int | None = None
-        self._is_same_layout = False
 
-    def run(self) -> CopyResult:
-        """Copy; see put_step."""
+    def run(self, last: StepDescription | None) -> CopyResult:
+        """Copy; see PutRun.put. `last` is the step that the run has put before, with which its sessions are open."""
         if not self._step.client_states:
             raise CopyError(f"{self._step.origin} of {self._source.name} names no rank, so no run can put it")
-        wanted = self._compare()
+        wanted = self._compare() if last is None else self._changed_since(last)
         same_bytes = self._total_bytes - sum(slab.size_bytes for slab in wanted if slab.version is not None)
-        if self._newest == self._step.step.step:
+        if last is None and self._run.newest == self._step.step.step:
             if wanted:
                 raise CopyError(
-                    f"{self._target.address} has another step {self._newest} of job {self._step.step.job!r}: "
+                    f"{self._target.address} has another step {self._run.newest} of job {self._step.step.job!r}: "
                     f"{len(wanted)} of {len(self._step.slabs)} slabs differ; roll it back (`paramserver-admin "
                     "rollback`) or delete it (`paramserver-admin delete-job`) first"
                 )
             return self._result(wanted, same_bytes, resumed_bytes=0, durable=self._is_durable())
         self._report(same_bytes)
+        resumed = self._begin(wanted) if last is None else set()
+        missing = [slab for slab in wanted if slab.key not in resumed]
+        resumed_bytes = sum(slab.size_bytes for slab in wanted if slab.key in resumed)
+        self._report(resumed_bytes)
+        sessions = self._run.sessions
+        self._verify(sessions[0], missing, self._send(sessions[0], missing))
+        durable = self._commit(sessions)
+        return self._result(missing, same_bytes, resumed_bytes=resumed_bytes, durable=durable)
+
+    def _changed_since(self, last: StepDescription) -> list[StoredSlab]:
+        """Return the slabs that the source has written since the last step."""
+        return [slab for slab in self._step.slabs.values() if slab.version != last.slabs[slab.key].version]
+
+    def _begin(self, wanted: Sequence[StoredSlab]) -> set[SlabKey]:
+        """Open the job at the target, and return those of the slabs that an interrupted copy has put there already."""
         run_id = secrets.token_hex(16)
         resumes = self._announce(run_id)
-        with self._sessions() as sessions:
-            self._open(sessions, run_id)
-            resumed = self._already_put(sessions[0], wanted) if resumes else set()
-            missing = [slab for slab in wanted if slab.key not in resumed]
-            resumed_bytes = sum(slab.size_bytes for slab in wanted if slab.key in resumed)
-            self._report(resumed_bytes)
-            self._verify(sessions[0], missing, self._send(sessions[0], missing))
-            durable = self._commit(sessions)
-        return self._result(missing, same_bytes, resumed_bytes=resumed_bytes, durable=durable)
+        self._run.epoch = self._target.epoch
+        for number in range(len(self._step.client_states)):
+            # One session copies all bytes, so the others need no mapping.
+            self._run.sessions.append(self._target.new_session(maps_memory=number == 0))
+        self._open(self._run.sessions, run_id)
+        return self._already_put(self._run.sessions[0], wanted) if resumes else set()
 
     # --- what the target has
 
     def _compare(self) -> list[StoredSlab]:
-        """Return the slabs that the target lacks, or has with other bytes; note its newest step.
+        """Return the slabs that the target lacks, or has with other bytes; note its newest step and its layout.
 
         Raises:
             CopyError: the target has a newer step.
         """
         wanted, job = self._step.step, self._step.step.job
+        self._run.layout, self._run.newest, self._run.is_same_layout = wanted.layout, None, False
         call = Call(None, CONTROL_DEADLINE_SECONDS)
         listed = self._target.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
         stored = next((one for one in listed.jobs if one.name == job), None)
         if stored is None or not stored.layouts:
-            if wanted.step and not self._layout:
-                self._layout = _UNNAMED_LAYOUT
+            if wanted.step and not self._run.layout:
+                self._run.layout = _UNNAMED_LAYOUT
             return [slab for slab in self._step.slabs.values() if slab.version is not None]
         present = stored.layouts[-1]
-        self._newest = max(present.steps)
-        if self._newest > wanted.step:
+        self._run.newest = max(present.steps)
+        if self._run.newest > wanted.step:
             raise CopyError(
-                f"{self._target.address} has step {self._newest} of job {job!r}, and step {wanted.step} is older: roll "
-                "it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`) first"
+                f"{self._target.address} has step {self._run.newest} of job {job!r}, and step {wanted.step} is older: "
+                "roll it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`) first"
             )
-        self._is_same_layout = present.layout in (self._layout, self._layout or _UNNAMED_LAYOUT)
-        if self._is_same_layout:
-            self._layout = present.layout
+        self._run.is_same_layout = present.layout in (self._run.layout, self._run.layout or _UNNAMED_LAYOUT)
+        if self._run.is_same_layout:
+            self._run.layout = present.layout
             with StoredStep(self._target, job) as theirs:
                 return self._differing(theirs)
-        if self._newest == wanted.step or any(one.layout == self._layout for one in stored.layouts):
+        if self._run.newest == wanted.step or any(one.layout == self._run.layout for one in stored.layouts):
             raise CopyError(
                 f"{self._target.address} has job {job!r} in another layout, {present.layout!r}, at step "
-                f"{self._newest}; delete it there (`paramserver-admin delete-job`), or copy a later step"
+                f"{self._run.newest}; delete it there (`paramserver-admin delete-job`), or copy a later step"
             )
-        self._layout = self._layout or _UNNAMED_LAYOUT
+        self._run.layout = self._run.layout or _UNNAMED_LAYOUT
         return [slab for slab in self._step.slabs.values() if slab.version is not None]
 
     def _differing(self, theirs: StoredStep) -> list[StoredSlab]:
@@ -177,8 +279,8 @@ class _Putting:
                 f"{self._target.address} has another step {ours.step.step} of job {ours.step.job!r}, with other client "
                 "states; roll it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`)"
             )
-        # Slabs that the source has written since the target's step are sent. The others may be the same, whatever the
-        # numbers of their versions are, and the digests tell.
+        # Slabs that the source has written after the step that the target has are sent in any case. The others may be
+        # equal, even if the numbers of their versions differ, so their digests are compared.
         last = former.step.step
         older = [slab for slab in ours.slabs.values() if slab.version is None or slab.version <= last]
         known = [former.slabs[slab.key] for slab in older]
@@ -208,27 +310,6 @@ class _Putting:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
-    @contextlib.contextmanager
-    def _sessions(self) -> Iterator[list[StoreSession]]:
-        """Yield a session for each rank of the source. Close them at the end, so that the target keeps nothing else.
-
-        After a loss of a connection or an interruption they are not closed: the target then keeps the unfinished step.
-        """
-        sessions: list[StoreSession] = []
-        try:
-            for number in range(len(self._step.client_states)):
-                # One session copies all bytes, so the others need no mapping.
-                sessions.append(self._target.new_session(maps_memory=number == 0))
-            yield sessions
-        except (StoreUnavailableError, StoreTimeoutError, KeyboardInterrupt, SystemExit):
-            for session in sessions:
-                session.break_off()
-            raise
-        except BaseException:
-            _close(sessions)
-            raise
-        _close(sessions)
-
     def _open(self, sessions: Sequence[StoreSession], run_id: str) -> None:
         """Open the job as all its ranks, in its layout, with all its groups."""
         step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
@@ -242,23 +323,23 @@ class _Putting:
                 parameters=self._step.parameters,
                 durability=step.durability,
                 resume=pb.RESUME_POLICY_AUTO,
-                layout=self._layout,
+                layout=self._run.layout,
             )
             opened = session.call("OpenJob", request, call)
             newest = max((commit.step for commit in opened.committed), default=None)
-            if newest != self._newest:
+            if newest != self._run.newest:
                 raise CopyError(
-                    f"job {step.job!r} was at step {self._newest} in {self._target.address} and is now at {newest}: "
-                    "another program uses it; copy again when that has ended"
+                    f"job {step.job!r} was at step {self._run.newest} in {self._target.address} and is now at "
+                    f"{newest}: another program uses it; copy again when that has ended"
                 )
-        if not self._is_same_layout and step.step:
+        if not self._run.is_same_layout and step.step:
             for session in sessions:
                 session.call("BeginLayout", pb.BeginLayoutRequest(first_step=step.step), call)
         for registration in _registrations(self._step.groups()):
             sessions[0].call("RegisterShards", registration, call)
 
     def _already_put(self, session: StoreSession, wanted: Sequence[StoredSlab]) -> set[tuple[str, int]]:
-        """Return the slabs that an interrupted copy has put already, with the bytes of the source."""
+        """Return the slabs that an interrupted copy has put already and whose bytes are those of the source."""
         put = [(slab, one.digest) for slab, one in self._put_digests(session, wanted)]
         expected = [
             digest or _digest_of(_zeros_of(slab))
@@ -269,9 +350,10 @@ class _Putting:
     def _put_digests(
         self, session: StoreSession, slabs: Sequence[StoredSlab]
     ) -> Iterator[tuple[StoredSlab, pb.DigestSlabsResponse.SlabDigest]]:
-        """Yield those of the slabs that the target has for the step under way, with what it reads back of them.
+        """Yield the slabs that the target has received for the step, each with the digest of the bytes it reads back.
 
-        Bytes that the job keeps in host memory only become the slab's with the commit, so these are not among them.
+        Slabs of which the job has bytes in host memory only are not among them, because such bytes become the slab's
+        only with the commit.
         """
         for some in digest_batches(slabs):
             request = pb.DigestSlabsRequest(slabs=[slab.to_name() for slab in some])
@@ -281,11 +363,11 @@ class _Putting:
                     yield slab, one
 
     def _send(self, session: StoreSession, slabs: Sequence[StoredSlab]) -> dict[tuple[str, int], bytes]:
-        """Send slabs, and return the digest of what was sent of each."""
+        """Send slabs, and return the digest of the bytes that were sent of each."""
         digests: dict[tuple[str, int], bytes] = {}
         publishing: deque[Any] = deque()
         written = [slab for slab in slabs if slab.version is not None]
-        # A slab that the source never wrote is zeros. The target wrote it, so it gets zeros.
+        # A slab that the source never wrote has zeros. If the target has written it, zeros are sent.
         never = ((slab, _zeros_of(slab)) for slab in slabs if slab.version is None)
         for slab, parts in itertools.chain(self._source.read(written), never):
             while len(publishing) >= _PUBLISHED_AT_ONCE:
@@ -305,7 +387,7 @@ class _Putting:
             self._report(part.numel())
 
     def _put(self, session: StoreSession, slab: StoredSlab, parts: Iterator[torch.Tensor]) -> Any:
-        """Fill a write lease on a slab, begin its publication, and return grpc's future of that."""
+        """Fill a write lease on a slab, begin its publication, and return grpc's future of the publication."""
         want = pb.AcquireLeasesRequest.Want(slab=slab.to_name(), mode=pb.LEASE_MODE_WRITE, step=self._step.step.step)
         call = Call(None, LEASE_DEADLINE_SECONDS)
         (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
@@ -319,7 +401,10 @@ class _Putting:
             raise
 
     def _verify(self, session: StoreSession, slabs: Sequence[StoredSlab], sent: dict[tuple[str, int], bytes]) -> None:
-        """Compare what the target reads back of its devices with what was sent. Raises CopyError."""
+        """Compare the bytes that the target reads back from its devices with those that were sent.
+
+        It can raise CopyError.
+        """
         for slab, one in self._put_digests(session, slabs):
             if one.digest != sent[slab.key]:
                 raise CopyError(
@@ -330,9 +415,9 @@ class _Putting:
     def _commit(self, sessions: Sequence[StoreSession]) -> bool:
         """Commit the step on behalf of all ranks, and return whether it is durable."""
         step = self._step.step.step
-        # A job of several nodes can return to the step that all its nodes have been copied to. The former step stays
-        # until the next copy, because this one may fail on another node.
-        settled = self._newest or 0
+        # A job of several nodes can return only to a step that all its nodes have. So the target keeps its former step
+        # until the next copy, because the copy of this step may fail on another node.
+        settled = self._run.newest or 0
         call = Call(None, COMMIT_DEADLINE_SECONDS)
         votes = [
             session.begin(
@@ -343,9 +428,10 @@ class _Putting:
             for session, (_, state) in zip(sessions, sorted(self._step.client_states.items()), strict=True)
         ]
         answers = [result_of(vote) for vote in votes]
+        self._run.newest, self._run.is_same_layout = step, True
         return all(answer.durable for answer in answers)
 
-    # --- what is reported
+    # --- what the caller of put_step learns: its progress, and the result
 
     def _report(self, more_bytes: int) -> None:
         self._done_bytes += more_bytes
@@ -363,11 +449,6 @@ class _Putting:
             durable=durable,
             seconds=time.monotonic() - self._began,
         )
-
-
-def _close(sessions: Sequence[StoreSession]) -> None:
-    for session in sessions:
-        session.close()
 
 
 def _zeros_of(slab: StoredSlab) -> Iterator[torch.Tensor]:
@@ -403,19 +484,21 @@ def copy_step(
     step: int | None = None,
     kept: str | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    restart_seconds: float = RESTART_SECONDS,
 ) -> CopyResult:
     """Copy a committed step of a job from one daemon to another; see put_step.
 
     Args:
         origin: the daemon that has the step, which is held while it is read.
-        target: the daemon that gets it; a connection of an admin.
-        job: the job.
+        target: the daemon that gets the step, connected with an admin's token if it has tokens.
+        job: the name of the job.
         step: the step's number; without it, and without `kept`, the newest committed step.
         kept: the name of a kept step, instead of `step`.
         on_progress: called after each part.
+        restart_seconds: how long to wait for the target's daemon if it is lost.
 
     Raises:
         CopyError, StoreError: see put_step.
     """
     with StoredStep(origin, job, step, kept) as source:
-        return put_step(source, target, on_progress=on_progress)
+        return put_step(source, target, on_progress=on_progress, restart_seconds=restart_seconds)

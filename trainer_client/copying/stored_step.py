@@ -1,7 +1,7 @@
 """A committed step of a daemon, held and read by a client that copies it. Training goes on meanwhile.
 
-Owns a reader in the store and the leases on the parts that are read next. Must never hold more than _PARTS_AHEAD parts,
-because each takes room in the store's host memory, and one in this process.
+This module owns a reader in the store and the leases on the parts that are read next. It must never hold more than
+_PARTS_AHEAD parts, because each takes room in the store's host memory, and one in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PARTS_AHEAD = 3
 # A part takes at most 1 / _ARENA_SHARE of the store's host memory, and has at most this many ranges.
 _ARENA_SHARE = 64
 _MOST_RANGES = 4096
-# The store reads the bytes of the slabs of one request before it answers.
+# The most bytes of slabs in one request for digests. The store reads all of them before it answers, within the deadline
+# of one call.
 _DIGESTED_AT_ONCE_BYTES = 256 << 20
 
 
@@ -49,7 +50,7 @@ class _Part:
         return want
 
     def compact(self, leased: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of the ranges one after another. In a lease each begins at an aligned place."""
+        """Return the bytes of the ranges one after another. In a lease each range begins at an aligned place."""
         sizes = [source.numel * self.slab.dtype.itemsize for source in self.ranges]
         if all(size % GATHER_ALIGNMENT_BYTES == 0 for size in sizes[:-1]):
             return leased[: sum(sizes)]
@@ -61,10 +62,10 @@ class _Part:
 
 
 class StoredStep:
-    """A step of a daemon's job; fulfils StepSource. As a context manager it releases the step at its end."""
+    """A step of a daemon's job, which implements StepSource. As a context manager it releases the step at its end."""
 
     def __init__(self, connection: Connection, job: str, step: int | None = None, kept: str | None = None) -> None:
-        """Open the step: the newest one without `step` and `kept`.
+        """Open the step: the one named `kept`, or number `step`, or without both the newest one.
 
         Raises:
             StoreNotFoundError: there is no such job, step or kept step.
@@ -72,7 +73,7 @@ class StoredStep:
         """
         self.name = connection.address
         self._reader = StoreReaderSync(connection, job, step, Call(None, CONTROL_DEADLINE_SECONDS), kept=kept)
-        # The leases that were asked for, in the session in which they were.
+        # The leases that were requested, and the session in which they were requested.
         self._asked: deque[tuple[_Part, Any]] = deque()
         self._asked_in: StoreSession | None = None
         try:
@@ -129,7 +130,10 @@ class StoredStep:
         return found
 
     def read(self, slabs: Sequence[StoredSlab]) -> Iterator[tuple[StoredSlab, Iterator[torch.Tensor]]]:
-        """Yield slabs with their parts; see StepSource. The next parts are leased while one is used."""
+        """Yield slabs with their parts; see StepSource.
+
+        While the caller uses a part, the store prepares the next ones.
+        """
         part_bytes = self._reader.on_session(
             Call(None, CONTROL_DEADLINE_SECONDS),
             lambda session, _: max(READ_BLOCK_BYTES, min(PART_BYTES, session.arena_bytes // _ARENA_SHARE)),
@@ -150,7 +154,10 @@ class StoredStep:
             yield data
 
     def _next(self, waiting: Iterator[_Part], wanted: deque[_Part]) -> torch.Tensor:
-        """Return the bytes of the next part. `wanted` has parts that are asked for again after a break."""
+        """Return the bytes of the next part.
+
+        `wanted` has the parts that must be requested again after the connection broke.
+        """
         call = Call(None, LEASE_DEADLINE_SECONDS)
 
         def attempt(session: StoreSession, reader_id: int) -> torch.Tensor:
@@ -168,7 +175,8 @@ class StoredStep:
             try:
                 (lease,) = result_of(leased).leases
             except StoreError:
-                # Another attempt asks for this part and the next ones anew, because a failed call stays failed.
+                # The next attempt requests this part and the following ones again, because a failed call cannot be
+                # repeated.
                 wanted.extendleft(part for part, _ in reversed(self._asked))
                 self._forget_asked()
                 raise
@@ -181,7 +189,7 @@ class StoredStep:
         return self._reader.on_session(call, attempt)
 
     def _forget_asked(self) -> None:
-        """Release the leases that were asked for, as soon as the daemon has granted them."""
+        """Release the leases that were requested, as soon as the daemon has granted them."""
         session, asked = self._asked_in, list(self._asked)
         self._asked.clear()
         for _, leased in asked if session is not None else ():
@@ -208,13 +216,13 @@ def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
 
 
 def _cut(slab: StoredSlab, part_bytes: int) -> Iterator[_Part]:
-    """Yield the parts of a slab; a shard that is larger than a part is in several."""
+    """Yield the parts of a slab. A shard that is larger than a part is divided into several parts."""
     most = part_bytes // slab.dtype.itemsize
     part, size = _Part(slab=slab), 0
     for shard in slab.group.shards:
         for first in range(0, shard.numel, most):
             count = min(most, shard.numel - first)
-            # The places of a lease are aligned, so a range may take more than its bytes.
+            # Each range of a lease begins at an aligned place, so it may take more bytes than it has.
             nbytes = round_up(count * slab.dtype.itemsize, GATHER_ALIGNMENT_BYTES)
             if part.ranges and (size + nbytes > part_bytes or len(part.ranges) >= _MOST_RANGES):
                 yield part

@@ -1,4 +1,4 @@
-"""What `paramserver-admin copy`, `backup` and `restore` do, with a connection for each daemon that they name.
+"""The work of `paramserver-admin copy`, `backup` and `restore`, with a connection to each daemon that they name.
 
 The tool's own package lies below this one, and imports this module when one of these verbs is called.
 """
@@ -26,7 +26,7 @@ _OnProgress = Callable[[Progress], None]
 def credentials(
     *, token_file: Path | None, tls_ca: Path | None, tls_certificate: Path | None, tls_key: Path | None, insecure: bool
 ) -> Credentials:
-    """Return the credentials for a daemon. Raises ConfigError if only some of the TLS files are given."""
+    """Return the credentials for a daemon. Raise ConfigError if only some of the TLS files are given."""
     return Credentials(
         token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, insecure=insecure
     )
@@ -75,7 +75,7 @@ def restore(
 
 @contextlib.contextmanager
 def _connected(address: str, credentials: Credentials) -> Iterator[Connection]:
-    """Yield a connection to a daemon, and close it. Raises ConfigError for an address or credentials of no use."""
+    """Yield a connection to a daemon, and close it. Raise ConfigError for an address or credentials of no use."""
     client = f"paramserver-admin at {socket.gethostname()}, process {os.getpid()}"
     connection = Connection(address, client, credentials, prefer_streams=False)
     try:

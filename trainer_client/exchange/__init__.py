@@ -1,1 +1,1 @@
-"""Checkpoints in the formats of other frameworks: steps of a store are written as files that these read."""
+"""Checkpoints in other frameworks' formats: the export of a store's step, and the import of a checkpoint as a job."""

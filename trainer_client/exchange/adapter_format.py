@@ -1,6 +1,6 @@
-"""Writing an adapter alone, as peft does: its tensors under peft's names for files, and its config.
+"""The export of an adapter alone, as peft writes it: its tensors under peft's names for files, and its config.
 
-Must never write a tensor of the base model, which `PeftModel.from_pretrained` gets from its own files.
+This module must never write a tensor of the base model, which `PeftModel.from_pretrained` gets from its own files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def adapter_tensors(model: StoredModel, tensors: Sequence[ModelTensor], adapter:
     """Return the tensors of an adapter by the names that they have in its file.
 
     Raises:
-        ConfigError: the step has no such adapter; the message says which it has.
+        ConfigError: the step has no such adapter; the message lists the adapters that it has.
         ExportError: the adapter is of a kind that cannot be written.
     """
     if adapter not in model.adapters:
@@ -52,7 +52,7 @@ def adapter_tensors(model: StoredModel, tensors: Sequence[ModelTensor], adapter:
 
 
 def write_adapter(model: StoredModel, found: dict[str, ModelTensor], adapter: str, destination: Destination) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`. `found` is of `adapter_tensors`."""
+    """Write `adapter_model.safetensors` and `adapter_config.json`. `found` is the result of `adapter_tensors`."""
     names = {tensor.name: name for name, tensor in found.items()}
     whole = sum(tensor.nbytes for tensor in found.values())
     write_safetensors(model, list(found.values()), destination, max(1, whole), stem=_STEM, names=names)

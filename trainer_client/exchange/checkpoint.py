@@ -1,6 +1,7 @@
-"""A checkpoint of another framework as an import sees it: tensors by name, and what a run needs besides them.
+"""A checkpoint of another framework as an import sees it: tensors by name, and the other values that a run needs.
 
-The readers of the formats make these records. Must never hold the elements of a tensor, but read them when asked.
+The readers of the formats make these records. This module must never hold the elements of a tensor, but must read them
+when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Values(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the file has them."""
+        """The dtype of the elements in the file."""
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor, converted.
@@ -38,12 +39,12 @@ class CheckpointTensor:
     """A parameter.
 
     Attributes:
-        name: its name in the model.
-        shape: its shape.
-        weight: its most precise values.
-        states: its optimizer states; none for a frozen parameter and in a checkpoint without an optimizer.
-        update_count: how often the optimizer has updated it.
-        trainable: whether the checkpoint's run trained it.
+        name: the parameter's name in the model.
+        shape: the parameter's shape.
+        weight: the most precise values of the parameter that the checkpoint has.
+        states: the parameter's optimizer states; empty for a frozen parameter and in a checkpoint without an optimizer.
+        update_count: how often the optimizer has updated the parameter.
+        trainable: whether the checkpoint's run trained the parameter.
     """
 
     name: str
@@ -71,17 +72,17 @@ class Checkpoint:
     """A checkpoint that is open for reading.
 
     Attributes:
-        format: the name of its format.
-        tensors: the parameters, in the model's order where the format has it.
+        format: the name of the checkpoint's format.
+        tensors: the parameters, in the model's order if the format records it.
         aliases: the name in `tensors` of each further name of a tied parameter.
         buffers: the model's buffers.
-        step: the number of steps that its run had made; 0 for weights alone.
+        step: the number of steps that the checkpoint's run had made; 0 for weights alone.
         skipped_steps: how many of them were skipped, because a gradient was not finite.
         samples: the number of samples in these steps.
         groups: the parameter groups; None: the checkpoint has none.
         lr_scheduler: the state of the learning-rate scheduler; None: there is none.
         loss_scale: the state of a dynamic loss scale, as LossScaler has it; None: there is none.
-        user: what the user had put beside it.
+        user: the values that the user had added to the checkpoint.
         left_out: names of entries that are not imported.
     """
 
@@ -101,7 +102,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The elements of a tensor of torch, which is mapped from its file."""
+    """The elements of a torch tensor that is mapped from its file."""
 
     tensor: torch.Tensor
 

@@ -70,7 +70,7 @@ def export(
 ) -> None:
     """Write a committed step of a job as files that other frameworks open.
 
-    Reads from the store alone, while training goes on. DEST is complete, or not there at all.
+    The export reads from the store alone, while training goes on. DEST is complete, or not there at all.
 
     Exit status: 0 when the export is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
     """

@@ -1,7 +1,7 @@
-"""Writing the format of torch.distributed.checkpoint, by torch's own writer, with tensors that are read when needed.
+"""The export as torch.distributed.checkpoint: torch's own writer gets tensors that are read when it needs them.
 
 torch's planner gets tensors without memory. This module's planner cuts them into chunks, and reads a chunk from the
-store when the writer asks for it. Must never hold more than one chunk, and needs no process group.
+store when the writer asks for it. This module must never hold more than one chunk, and needs no process group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNFINISHED = ".tmp"
 def write_dcp(
     model: StoredModel, tensors: Sequence[ModelTensor], optimizer: OptimizerStates | None, destination: Destination
 ) -> None:
-    """Write `{"model": ..., "optimizer": ...}`, in which everything is named by FQN.
+    """Write `{"model": ..., "optimizer": ...}`, in which every tensor is named by the FQN of its parameter.
 
     The optimizer's part is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. A tied tensor
     is written once, and its further names refer to the same bytes.
@@ -46,7 +46,7 @@ def write_dcp(
         state[_OPTIMIZER] = _optimizer_state(optimizer, lazy)
     aliases = {f"{_MODEL}.{alias}": f"{_MODEL}.{tensor.name}" for tensor in tensors for alias in tensor.aliases}
     planner = _LazyPlanner(model, lazy, aliases)
-    # Where there is a GPU, torch's writer would ask for further tensors before it has written one.
+    # On a machine with a GPU, torch's writer would otherwise ask for further tensors before it has written one.
     writer = _AliasWriter(destination, aliases, sync_files=False, per_thread_copy_ahead=0)
     # These are the steps of torch.distributed.checkpoint.save in one process. `save` itself warns if there is no
     # process group.
@@ -169,7 +169,8 @@ class _DestinationFiles(FileSystemBase):
             try:
                 yield cast(io.IOBase, file)
             except RuntimeError as error:
-                # torch.save raises an error of its own about the unfinished file when a write fails or is interrupted.
+                # If a write fails or is interrupted, torch.save replaces the error by one about the unfinished file. So
+                # this raises the original error.
                 if error.__context__ is not None:
                     raise error.__context__ from None
                 raise
@@ -181,16 +182,16 @@ class _DestinationFiles(FileSystemBase):
         return os.fspath(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Return, because the destination makes its directory."""
+        """Do nothing, because the destination makes its directory."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Return, because the file has its final name."""
+        """Do nothing, because the file has its final name already."""
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return False
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Return, because there are no files of former exports."""
+        """Do nothing, because there are no files of former exports."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

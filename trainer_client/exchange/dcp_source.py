@@ -1,8 +1,8 @@
-"""Reading checkpoints of torch.distributed.checkpoint: weights and optimizer states by name, from any number of ranks.
+"""The reader of checkpoints of torch.distributed.checkpoint: weights and optimizer states by name, from any ranks.
 
 Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it with an unpickler
-that knows the few classes that torch writes there, and refuses every other name. Must never hold more than one chunk of
-a tensor; the writer has decided how large its chunks are.
+that knows the few classes that torch writes there, and refuses every other name. It must never hold more than one chunk
+of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that finds only the names of _ALLOWED and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # The writer's path of the checkpoint is of no use here, so it need not be one of this system.
+        # A checkpoint has the path to which it was written. This module does not use it, so the path may be that of
+        # another operating system.
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return PurePosixPath
         if name in _ALLOWED.get(module, ()) or (
@@ -75,7 +76,7 @@ def open_dcp(path: Path, *, verify: bool) -> Checkpoint:
     Weights are the tensors below an entry `model`, at any depth; without one, all tensors that are not the optimizer's.
 
     Raises:
-        ImportCheckpointError: it is damaged, incomplete, or not safe to load.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load.
     """
     metadata = _read_metadata(path / METADATA)
     files = _Files(path, metadata)
@@ -125,13 +126,13 @@ def _read_metadata(path: Path) -> Metadata:
         if not isinstance(metadata.storage_data, dict):
             raise TypeError("it does not say where the tensors are")
     except Exception as error:
-        # A damaged pickle raises errors of any kind.
+        # A damaged pickle can raise an error of any class.
         raise ImportCheckpointError(f"{path} is not loaded: {str(error) or type(error).__name__}") from error
     return metadata
 
 
 def _check_entry(key: str, entry: TensorStorageMetadata) -> None:
-    """Check that the chunks of a tensor lie within it and have its number of elements. Raises ValueError."""
+    """Check that the chunks of a tensor lie within it and have its number of elements. It can raise ValueError."""
     size = tuple(entry.size)
     numel = 0
     for chunk in entry.chunks:
@@ -212,12 +213,14 @@ class _Chunk:
     def rows(self, shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the runs of elements of the box that lie in [begin, end) of the flattened tensor.
 
-        Each is given as its first element in the tensor, its length and its values. The box is read if it has any.
+        Each is yielded as its first element in the tensor, its length and its values. The box is read only if it has
+        such a run.
         """
         if not math.prod(self.sizes):
             return
         strides = _strides(shape)
-        # All dimensions from `whole` on are those of the tensor, so that the elements lie one after another in it.
+        # In all dimensions from `whole` on the box is as large as the tensor, so its elements lie one after another in
+        # the tensor.
         whole = len(shape)
         while whole and self.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1
@@ -269,7 +272,7 @@ class _Files:
         return self._of_key[key]
 
     def aliases(self, weights: Mapping[str, str]) -> dict[str, str]:
-        """Return the first name of each further name whose bytes are the same bytes of a file."""
+        """Return, for each further name of the same bytes in a file, the first name of these bytes."""
         first: dict[Any, str] = {}
         found: dict[str, str] = {}
         for name, key in weights.items():
@@ -283,7 +286,7 @@ class _Files:
         return found
 
     def load_chunk(self, chunk: _Chunk) -> torch.Tensor:
-        """Return the flattened values of a chunk. Raises ImportCheckpointError."""
+        """Return the flattened values of a chunk. It can raise ImportCheckpointError."""
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
         self._last = None
@@ -293,7 +296,7 @@ class _Files:
                 f"{self._directory}: the chunk of {chunk.key!r} at {list(chunk.offsets)} is not a tensor of shape "
                 f"{list(chunk.sizes)}"
             )
-        # A stride of 0 lets a small file have a tensor of any size.
+        # A stride of 0 would let a small file stand for a tensor of any size.
         if values.layout is not torch.strided or values.nbytes > values.untyped_storage().nbytes():
             raise ImportCheckpointError(f"{self._directory}: the chunk of {chunk.key!r} has fewer bytes than elements")
         flat = values.detach().contiguous().reshape(-1)
@@ -308,7 +311,7 @@ class _Files:
         return int(value)
 
     def groups(self, others: Mapping[str, str]) -> list[ParameterGroup] | None:
-        """Return the optimizer's parameter groups; None: they are not there in a form that is understood.
+        """Return the optimizer's parameter groups; None if the checkpoint does not have them in a known form.
 
         Args:
             others: the keys of the optimizer's entries that are not states, as `param_groups.0.lr`.
@@ -329,7 +332,7 @@ class _Files:
         ]
 
     def _value(self, key: str) -> Any:
-        """Return a value that is no state; a tensor of one element as a number."""
+        """Return a value of the optimizer that is not a state. A tensor of one element is returned as a number."""
         if not isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata):
             return self._load(MetadataIndex(key))
         value = self.load_chunk(self.chunks(key)[0])

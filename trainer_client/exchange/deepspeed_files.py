@@ -1,6 +1,6 @@
-"""The files of a checkpoint of DeepSpeed: which there are, and how they are opened without DeepSpeed.
+"""The files of a checkpoint of DeepSpeed: the search for them, and their opening without DeepSpeed.
 
-Must never load a class of DeepSpeed: stand-ins take the place of the few that its files name.
+This module must never load a class of DeepSpeed: stand-ins take the place of the few that its files name.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _STAND_INS: Mapping[str, Callable[..., Any]] = {
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Return whether a directory is a checkpoint of DeepSpeed, or has some of them."""
+    """Return whether a directory is a checkpoint of DeepSpeed, or has several of them."""
     return path.is_dir() and ((path / LATEST).is_file() or any(map(_MODEL_FILE.fullmatch, _names(path))))
 
 
 def find_directory(path: Path, tag: str | None) -> Path:
-    """Return the directory of a tag, by default the newest one. Raises ImportCheckpointError if there is none."""
+    """Return the directory of a tag, by default the newest one. Raise ImportCheckpointError if there is none."""
     if tag is None and (path / LATEST).is_file():
         tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         tag = name_within(tag, path / LATEST)
@@ -78,7 +78,10 @@ def _names(directory: Path) -> list[str]:
 
 
 def find_files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Return the model files and the optimizer files, each in the order of the ranks. Raises ImportCheckpointError."""
+    """Return the model files and the optimizer files, each in the order of the ranks.
+
+    It can raise ImportCheckpointError.
+    """
     found: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
     for name in _names(directory):
         if _EXPERT_FILE.fullmatch(name):
@@ -104,7 +107,7 @@ def find_files(directory: Path) -> tuple[list[Path], list[Path]]:
 
 
 def load_dict(path: Path) -> dict[str, Any]:
-    """Return the dict that a file has. Raises ImportCheckpointError, also for a class that is not known."""
+    """Return the dict that a file has. It can raise ImportCheckpointError, for example for an unknown class."""
     content = torch_files.load(path, _STAND_INS)
     if not isinstance(content, dict):
         raise ImportCheckpointError(f"{path} has a {type(content).__name__}, where a dict is expected")

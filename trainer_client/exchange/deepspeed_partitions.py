@@ -2,7 +2,7 @@
 
 [Note: DeepSpeed's layouts] in deepspeed_zero.py says how they lie.
 
-Must never copy more than the elements that are asked for.
+This module must never copy more elements than the caller asks for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading the ZeRO checkpoints of DeepSpeed, of stages 1 to 3 and of its BF16 optimizer: weights, moments and counters.
+"""The reader of DeepSpeed's ZeRO checkpoints, of stages 1 to 3 and of the BF16 optimizer: weights, moments, counters.
 
 [Note: DeepSpeed's layouts] A checkpoint is a directory for each tag, and a file `latest` that names the newest tag.
 
@@ -10,7 +10,7 @@
   parts, one for each rank, of which the last is padded; a rank's flat tensor of a sub-group has its parts one after
   another. Parts of frozen parameters are in the ranks' model files.
 
-Must never hold the elements of more than the piece that is asked for.
+This module must never hold more elements than the piece that the caller asks for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainer_client.exchange.deepspeed_partitions import Joined, Striped
 from trainer_client.exchange.source import verify_checksums
 from trainer_client.store_client.types import Kind
 
-# The entries of a model file that are DeepSpeed's own; all others are what the user has passed as the client state.
+# The entries of a model file that are DeepSpeed's own; all other entries are the client state that the user has passed.
 _OWN_ENTRIES = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -60,7 +60,7 @@ def open_deepspeed(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
         verify: whether all files are read and compared with their checksums first.
 
     Raises:
-        ImportCheckpointError: the checkpoint is damaged, incomplete, or of a layout that is not read.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, or of a layout that this module cannot read.
     """
     directory = find_directory(path, tag)
     models, optimizers = find_files(directory)
@@ -97,7 +97,7 @@ class _Reader:
         self._check_count()
 
     def read(self) -> Checkpoint:
-        """Return the checkpoint. Raises ImportCheckpointError."""
+        """Read the files, and return the checkpoint. It can raise ImportCheckpointError."""
         model = self._model
         path = self._model_files[0]
         shapes = self._shapes()
@@ -230,7 +230,7 @@ class _Reader:
             )
 
     def _state_kinds(self, optimizers: Sequence[_Optimizer], number: int) -> list[Kind]:
-        """Return the optimizer states of a flattened group. Raises ImportCheckpointError for one that is not known."""
+        """Return the optimizer states of a flattened group. Raise ImportCheckpointError for one that is not known."""
         states = optimizers[0].states.get(number, {})
         found = [
             name
@@ -289,7 +289,7 @@ class _Reader:
         return found
 
     def _optimizer(self, rank: int) -> _Optimizer:
-        """Return what a rank's file has of the optimizer, by number of the flattened group."""
+        """Return the optimizer's states in a rank's file, by the number of the flattened group."""
         path, state = self._files[rank], self._ranks[rank]
         held = state.get("optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state")
         if isinstance(held, list) and all(isinstance(item, dict) for item in held):
@@ -365,7 +365,7 @@ class _Optimizer:
 
 
 def _groups(optimizer: _Optimizer, shapes: Sequence[_Shapes]) -> list[ParameterGroup] | None:
-    """Return the parameter groups with the names of their parameters; None: the file does not have them."""
+    """Return the parameter groups with the names of their parameters; None if the file does not have them."""
     if not optimizer.groups:
         return None
     found = []

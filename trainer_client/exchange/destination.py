@@ -1,8 +1,9 @@
-"""The directory that an export writes: complete under its name, or not there at all.
+"""The directory that an export writes. It is complete, or does not exist under its name.
 
 A local export is written to a directory beside its destination, which gets the destination's name when it is complete.
-An export to a URL has no such move, so its checksums are written last: without them it is not complete. Owns what it
-has written until then, and removes it after a failure. Must never remove a directory that is not an export.
+A directory behind a URL cannot be renamed, so the file of checksums is written last: an export without it is not
+complete. This module owns the files that it has written until then, and removes them after a failure. It must never
+remove a directory that is not an export.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class _Sink(io.RawIOBase):
 
 
 class Destination(ABC):
-    """A directory that is being written. Leaving its context without an error completes it, with an error removes it.
+    """A directory that is being written.
+
+    If its context ends without an error, the directory is completed; if an error ends the context, it is removed.
 
     Attributes:
         name: the directory, as the user has written it.
@@ -84,7 +87,7 @@ class Destination(ABC):
         """Begin to write.
 
         Raises:
-            ExportError: something is there already that must not be replaced, or the directory cannot be written.
+            ExportError: the destination exists and must not be replaced, or the directory cannot be written.
         """
 
     @abstractmethod
@@ -101,7 +104,7 @@ class Destination(ABC):
 
     @abstractmethod
     def _remove(self) -> None:
-        """Remove what was written. An error is ignored."""
+        """Remove the written files. An error is ignored."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,7 +134,7 @@ class Destination(ABC):
         self.files.append(sink.to_written(name))
 
     def copy(self, source: Path) -> None:
-        """Copy a local file into the directory, under its name. Raises ConfigError if there is one of that name."""
+        """Copy a local file into the directory, under its name. Raise ConfigError if there is one of that name."""
         if source.name == CHECKSUMS or any(file.name == source.name for file in self.files):
             raise ConfigError(f"{source} cannot be copied into the export, which has a file of that name")
         with source.open("rb") as file, self.create(source.name) as copied:
@@ -199,7 +202,7 @@ class _LocalDirectory(Destination):
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def _check_replaceable(self) -> None:
-        """Raise ExportError unless the user has allowed to replace what is there, and it is an export."""
+        """Raise ExportError if the destination exists, unless it is an export that the user allows to replace."""
         if not self._overwrite:
             raise ExportError(f"{self.name} exists: choose another name, or overwrite it (--overwrite)")
         if self._path.is_symlink() or not (self._path / CHECKSUMS).is_file():
@@ -227,7 +230,8 @@ class _RemoteDirectory(Destination):
                     raise ExportError(
                         f"{self.name} exists and is not an export, because it has no {CHECKSUMS}: remove it"
                     )
-                # The former export ends here, its checksums first, so that at no time a part of it looks complete.
+                # The former export is removed here, its checksums first, so that no remaining part of it looks
+                # complete.
                 self._fs.rm(self._path_of(CHECKSUMS))
                 self._fs.rm(self._root, recursive=True)
             self._fs.makedirs(self._root, exist_ok=True)
@@ -240,7 +244,7 @@ class _RemoteDirectory(Destination):
         return self
 
     def require(self, size_bytes: int) -> None:
-        """Return, because a store of objects does not say how much room it has."""
+        """Do nothing, because an object store does not say how much room it has."""
 
     @contextmanager
     def _open(self, name: str) -> Iterator[IO[bytes]]:
@@ -250,11 +254,12 @@ class _RemoteDirectory(Destination):
             yield file
 
     def _complete(self) -> None:
-        """Return, because the files have their names already."""
+        """Do nothing, because the files have their names already."""
 
     def _remove(self) -> None:
         for path in self._begun:
-            # Each file system has errors of its own. What cannot be removed has no checksums, so it is no export.
+            # Each file system raises errors of its own. Files that cannot be removed have no checksums, so they do not
+            # look like an export.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
         with contextlib.suppress(Exception):
@@ -269,15 +274,15 @@ def open_destination(name: str | os.PathLike[str], *, overwrite: bool) -> Destin
 
     Args:
         name: a path, or a URL that fsspec knows.
-        overwrite: whether an export that is there already is replaced.
+        overwrite: whether an existing export is replaced.
 
     Raises:
-        ConfigError: the URL is of no kind that fsspec can write to.
+        ConfigError: fsspec cannot write to a URL of this kind.
     """
     text = os.fspath(name)
     if "://" in text and not text.startswith("file://"):
         return _RemoteDirectory(text, overwrite=overwrite)
-    # The path is made absolute, but symbolic links in it are not followed: the link itself may be what is there.
+    # The path is made absolute, but symbolic links in it are not followed: the destination may be the link itself.
     path = Path(os.path.abspath(text.removeprefix("file://")))  # noqa: PTH100
     return _LocalDirectory(text, path, overwrite=overwrite)
 

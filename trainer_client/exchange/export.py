@@ -1,6 +1,6 @@
-"""The export of one committed step: which tensors in which format, and the result.
+"""The export of one committed step: the choice of tensors and format, and the result.
 
-Owns nothing beyond a call; `begin_export` owns its thread. Must never change the store.
+This module owns nothing beyond a call; `begin_export` owns its thread. It must never change the store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an export or import is: bytes of tensors that were read, and those of the whole."""
+    """The progress of an export or import: the bytes of tensors that were read, and the bytes of all tensors."""
 
     read_bytes: int
     total_bytes: int
@@ -102,7 +102,7 @@ class PendingExport:
 
     Attributes:
         staged: done when the store holds the step for the export; its result is the step. From then on the export has
-            exactly that step, whatever is committed or deleted. Nothing has to be copied for this.
+            exactly that step, whatever is committed or deleted. The store copies nothing for this.
         persisted: done when the export is complete.
     """
 
@@ -128,10 +128,10 @@ def export_step(
     on_progress: Callable[[Progress], None] | None = None,
     on_staged: Callable[[int], None] | None = None,
 ) -> ExportResult:
-    """Write a committed step of a job as files of another framework, and return what was written.
+    """Write a committed step of a job as files of another framework, and return a description of the files.
 
-    Reads from the store alone, in pieces of some megabytes, while training goes on. The destination is complete, or not
-    there at all.
+    The export reads from the store alone, in pieces of some megabytes, while training goes on. The destination is
+    complete, or does not exist.
 
     Args:
         store: the address of the store daemon (`unix:/path` or `host:port`); where the ranks of a job are attached to
@@ -170,7 +170,7 @@ def export_step(
     target = open_destination(destination, overwrite=overwrite)
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     progress = _ProgressCount(on_progress)
-    # The destination is entered first, so that a name that is taken is refused before a store is asked.
+    # The destination is entered first, so that an existing one is refused before any store is contacted.
     with target, open_model(stores, job, step, shown, progress.add, kept=kept) as model:
         if on_staged is not None:
             on_staged(model.step)
@@ -208,7 +208,10 @@ def begin_export(
     destination: str | os.PathLike[str],
     **options: Unpack[ExportOptions],
 ) -> PendingExport:
-    """Begin an export on a thread of its own, and return its futures. The arguments are those of `export_step`."""
+    """Begin an export on a thread of its own, and return the PendingExport with its futures.
+
+    The arguments are those of `export_step`.
+    """
     pending = PendingExport(Future(), Future())
 
     def run() -> None:
@@ -271,7 +274,7 @@ def _tensors_of(states: OptimizerStates | None) -> list[ModelTensor]:
 
 
 def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files to be copied. Raises ConfigError if one does not exist."""
+    """Return the files to be copied. Raise ConfigError if one does not exist."""
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():

@@ -1,7 +1,7 @@
 """The import of a checkpoint at the start of a run, if none of the run's stores has a step of the job yet.
 
-The model is there, so it says what is a buffer, and which names are those of tied parameters. Must never import into a
-job that has steps.
+The run has the model, and the model says which tensors are buffers and which names are those of tied parameters. This
+module must never import into a job that has steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
+from paramserver.contract.durability import durability_text, parse_durability
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ImportCheckpointError, TrainerClientError
 from trainer_client.exchange.import_checkpoint import import_checkpoint
@@ -32,10 +33,11 @@ def import_at_start(
     model: nn.Module,
     parameters: Sequence[ModelParameter],
 ) -> None:
-    """Have rank 0 import a checkpoint as the run's job, unless the job has steps. A collective.
+    """Have rank 0 import a checkpoint as the run's job, unless the job has steps. All ranks must call this.
 
     Raises:
-        TrainerClientError: on rank 0 as `import_checkpoint`; on the other ranks an ImportCheckpointError.
+        TrainerClientError: on rank 0 the error that `import_checkpoint` raises; on the other ranks an
+            ImportCheckpointError.
     """
     section = settings.paramserver
     addresses = [store.address, *(section.peers if collectives.rank == 0 else ())]
@@ -54,7 +56,7 @@ def import_at_start(
 
 
 def _has_steps(addresses: Iterable[str], job: str, credentials: Credentials) -> Iterable[bool]:
-    """Yield for each store whether it has a committed step of the job. Raises StoreError."""
+    """Yield for each store whether it has a committed step of the job. It can raise StoreError."""
     for address in addresses:
         with connect(StoreAddress(address=address), credentials) as client:
             yield any(stored.name == job and stored.step is not None for stored in client.list_jobs())
@@ -74,7 +76,7 @@ def _import(
         store.address,
         settings.paramserver.job,
         source,
-        durability=settings.paramserver.durability,
+        durability=durability_text(parse_durability(settings.paramserver.durability)),
         is_buffer=buffers.__contains__,
         is_excluded=tied.__contains__,
         credentials=store.credentials,

@@ -1,6 +1,6 @@
-"""The import of a checkpoint: which format it has, which of its tensors become the job's parameters, and the result.
+"""The import of a checkpoint: the detection of its format, the choice of the job's parameters, and the result.
 
-Owns nothing beyond a call. Must never leave anything in the store after an error.
+This module owns nothing beyond a call. It must never leave anything in the store after an error.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def import_checkpoint(
     credentials: Credentials | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ImportResult:
-    """Write a checkpoint of another framework into a store as a new job, and return what was written.
+    """Write a checkpoint of another framework into a store as a new job, and return a description of the job.
 
     A trainer whose `paramserver.job` is the job resumes from it, on any number of ranks. The job is complete, or not
     there at all. Nothing in the files is executed.
@@ -106,7 +106,7 @@ def import_checkpoint(
 
     Raises:
         ConfigError: an argument is malformed, or there is nothing at `source`.
-        ImportCheckpointError: the checkpoint is damaged, incomplete, of no format that is read, or not safe to load.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, of an unknown format, or not safe to load.
         ClientStateError: the checkpoint has a client state with a value that cannot be stored.
         JobConflictError: the store has the job.
         StoreError: the store failed, or has no room.
@@ -151,7 +151,10 @@ def import_checkpoint(
 
 
 def _opened(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
-    """Open a checkpoint, and give errors about records of an unexpected form one type. Raises ImportCheckpointError."""
+    """Open a checkpoint, and turn any error about records of an unexpected form into ImportCheckpointError.
+
+    It can raise ImportCheckpointError.
+    """
     try:
         return _open(path, tag, verify=verify)
     except TrainerClientError:
@@ -161,7 +164,7 @@ def _opened(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
 
 
 def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
-    """Open a checkpoint of whichever format it has. Raises ImportCheckpointError."""
+    """Open a checkpoint of whichever format it has. It can raise ImportCheckpointError."""
     if tag is not None or is_deepspeed(path):
         return open_deepspeed(path, tag, verify=verify)
     if path.is_dir() and is_dcp(path):
@@ -177,17 +180,17 @@ def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
 
 
 def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with nothing of its run but the weights."""
+    """Return the checkpoint with its weights alone, without the optimizer and the counters of its run."""
     tensors = [replace(tensor, states={}, update_count=0) for tensor in checkpoint.tensors]
     return Checkpoint(format=checkpoint.format, tensors=tensors, aliases=checkpoint.aliases, buffers=checkpoint.buffers)
 
 
 def _without(checkpoint: Checkpoint, patterns: Sequence[str], is_excluded: Callable[[str], bool] | None) -> Checkpoint:
-    """Return the checkpoint without the excluded names. Raises ConfigError for a pattern that matches none."""
+    """Return the checkpoint without the excluded names. Raise ConfigError for a pattern that matches none."""
     names = {*(tensor.name for tensor in checkpoint.tensors), *checkpoint.aliases, *checkpoint.buffers}
     dropped = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if is_excluded is not None:
-        # A further name of a tensor that the checkpoint has once needs no exclusion.
+        # Only names of stored tensors are tested. Further names of a tied tensor go with the tensor.
         dropped |= {tensor.name for tensor in checkpoint.tensors if is_excluded(tensor.name)}
     if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
         raise ConfigError(f"exclude {idle[0]!r} matches no name of the checkpoint")

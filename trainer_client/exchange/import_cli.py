@@ -69,8 +69,8 @@ def import_(
 ) -> None:
     """Write a checkpoint of another framework into a store as a new job, from which a trainer goes on.
 
-    Reads safetensors, state dicts of torch.save, checkpoints of torch.distributed.checkpoint, and those of DeepSpeed's
-    ZeRO stages 1 to 3. The job is complete, or not there at all. Nothing in the files is executed.
+    The import reads safetensors, state dicts of torch.save, checkpoints of torch.distributed.checkpoint, and those of
+    DeepSpeed's ZeRO stages 1 to 3. The job is complete, or not there at all. Nothing in the files is executed.
 
     Exit status: 0 when the import is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
     """

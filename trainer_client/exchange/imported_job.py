@@ -1,8 +1,8 @@
-"""Writing a checkpoint into a store as a job that a trainer can resume, in pieces.
+"""The writing of a checkpoint into a store, in pieces, as a job that a trainer can resume.
 
 The job has one rank, a layout of its own and one commit. A trainer of any number of ranks makes its own layout from it,
-as from that of another number of ranks (run/relayout.py). Owns the session until the commit, which is the moment from
-which the job is there. Must never hold more than one piece of a tensor.
+as from that of another number of ranks (run/relayout.py). This module owns the session until the commit, which is the
+moment from which the job exists. It must never hold more than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from trainer_client.model.slot_table import round_up
 from trainer_client.store_client.types import Kind, Placement, durability_to_proto
 from trainer_client.transport.rank_store import RankStore, SlabName
 
-# The most elements of a shard group. A slab in fp32 then has 8 MiB, which is what is leased of the arena at once.
+# The most elements of a shard group. A slab in fp32 then has 8 MiB, and this is the most of the arena that is leased at
+# a time.
 _GROUP_NUMEL = 2 << 20
-# The most shards in one registration. The store needs some milliseconds for so many.
+# The most shards in one registration. The store needs some milliseconds for this many.
 _SHARDS_AT_ONCE = 16_384
 # The beginning of the layout's name. A trainer's own layouts begin with a fingerprint in hexadecimal digits.
 _LAYOUT = "imported"
@@ -67,7 +68,7 @@ class ImportedJob:
 
     Args:
         name: the job's name.
-        tensors: its parameters.
+        tensors: the job's parameters.
         dtype: the dtype in which the model computes; None: that of the file, or fp32 if the store has no such dtype.
         device: the home of the tensors, as for a StoreClient.
         durability: "step", "snapshot:N" or "none". A trainer has to ask for the same.
@@ -106,7 +107,7 @@ class ImportedJob:
             store: a new session with the store.
             step: the number of steps that the checkpoint's run had made. The commit has this number, unless it is 0 or
                 the number of a commit that the job's durability would not make durable.
-            client_state: what the commit carries for rank 0.
+            client_state: the encoded state that the commit stores for rank 0.
             on_written: called with the number of bytes of each slab.
 
         Raises:
@@ -116,7 +117,8 @@ class ImportedJob:
         """
         number = self._number(step)
         store.open_job(self._request())
-        # A layout that is begun so is freed when the session ends before its first commit.
+        # If the session ends before the layout's first commit, the store frees the layout with all that was written to
+        # it. So a failed import leaves nothing behind.
         store.begin_layout(number)
         for groups in self._registrations():
             store.register_shards(groups)
@@ -203,7 +205,7 @@ class ImportedJob:
         leases = store.acquire_write([slab], step).wait()
         try:
             (leased,) = leases
-            # The memory may still have bytes of another session, also where no tensor lies.
+            # The leased memory may still have bytes of another session, also between the tensors, so it is zeroed.
             values = leased.data.zero_().view(group.dtype_of(kind))
             for shard in group.shards:
                 source = _source(shard.tensor, kind)
@@ -219,7 +221,10 @@ def _source(tensor: CheckpointTensor, kind: Kind) -> Values:
 
 
 def _dtype_of(tensor: CheckpointTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which the store keeps the weight. Raises ConfigError if the tensor is no number."""
+    """Return the dtype in which the store keeps the weight.
+
+    Raise ConfigError if the store cannot keep its elements.
+    """
     found = tensor.weight.dtype
     if not found.is_floating_point:
         raise ConfigError(f"tensor {tensor.name!r} is of {found}, and a parameter has floating-point numbers")

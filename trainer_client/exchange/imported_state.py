@@ -1,7 +1,7 @@
-"""The client state of an imported job: what a commit of a trainer would carry, as far as the checkpoint has it.
+"""The client state of an imported job: the values of a trainer's commit, as far as the checkpoint has them.
 
-run/imported.py reads it when a trainer goes on from the job. Must never have a value that the checkpoint does not have:
-what is not known is None there, and the trainer's own value counts.
+run/imported.py reads it when a trainer goes on from the job. This module must never have a value that the checkpoint
+does not have: an unknown value is None, and the trainer then uses its own.
 """
 
 from __future__ import annotations

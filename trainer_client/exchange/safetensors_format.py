@@ -1,8 +1,8 @@
-"""Writing safetensors files as transformers writes them, piece by piece.
+"""The export as safetensors files, as transformers writes them, piece by piece.
 
 The library `safetensors` writes only tensors that are whole in memory, so this module writes the format itself: eight
 bytes with the length of the header, the header as JSON, and the tensors' bytes without gaps
-(https://github.com/huggingface/safetensors#format). Must never hold more than one piece of a tensor.
+(https://github.com/huggingface/safetensors#format). This module must never hold more than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _METADATA = "__metadata__"
-# The tensors begin at a multiple of this number of bytes, as in files that the library writes.
+# The tensors begin at a multiple of this number of bytes, as in files that the library `safetensors` writes.
 _ALIGNMENT_BYTES = 8
 
 
@@ -49,7 +49,7 @@ def write_safetensors(
     """Write tensors as `STEM.safetensors`, or as numbered files with an index.
 
     A tied tensor is written once, under the name that the store has, because transformers ties it again by the model's
-    config. `names` has the name in the file of each tensor whose name differs there.
+    config. `names` has the name in the file of each tensor whose name differs from the store's.
 
     Raises:
         ExportError: the format cannot have a tensor, which the message names.

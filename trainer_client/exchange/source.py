@@ -1,6 +1,6 @@
-"""The files that an import reads: a local path, or a copy of what a URL names, with their checksums verified.
+"""The files that an import reads: a local path, or a copy of the files at a URL, with their checksums verified.
 
-Owns the copy, and removes it. Must never follow a name in a file out of the checkpoint's directory.
+This module owns the copy, and removes it. It must never follow a name in a file out of the checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the local path of a checkpoint, which is copied into a temporary directory if it is behind a URL.
 
     Raises:
-        ConfigError: the URL is of no kind that fsspec can read, or there is nothing.
-        ImportCheckpointError: it cannot be copied.
+        ConfigError: fsspec cannot read a URL of this kind, or the path or URL does not exist.
+        ImportCheckpointError: the checkpoint cannot be copied.
     """
     text = os.fspath(source)
     if "://" not in text or text.startswith("file://"):
@@ -58,7 +58,7 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
                     "room there, or set TMPDIR"
                 )
             if files.isfile(root):
-                # The name counts, because it tells the format.
+                # The copy keeps the file's name, because the suffix tells the format.
                 target = Path(directory) / name_within(root.rpartition("/")[2], text)
             files.get(root, str(target), recursive=True)
         except OSError as error:
@@ -67,14 +67,17 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def name_within(name: object, where: object) -> str:
-    """Return `name` if it is the name of a file in a directory, without any path. Raises ImportCheckpointError."""
+    """Return `name` if it is the name of a file in a directory, without any path.
+
+    It can raise ImportCheckpointError.
+    """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ImportCheckpointError(f"{where} names the file {name!r}, which is not in its own directory")
     return name
 
 
 def verify_checksums(files: Sequence[Path]) -> None:
-    """Compare files with the checksums that there are: a SHA256SUMS beside them, and those within files of torch.save.
+    """Compare files with their checksums, if there are any: a SHA256SUMS beside them, or within files of torch.save.
 
     Raises:
         ImportCheckpointError: a file differs from its checksum, or is missing.
@@ -94,7 +97,7 @@ def verify_checksums(files: Sequence[Path]) -> None:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the checksum of each file that a list of the command sha256sum has; none if there is no list."""
+    """Return the checksum of each file in a list of the command sha256sum; an empty dict if there is no list."""
     if not path.is_file():
         return {}
     sums: dict[str, str] = {}

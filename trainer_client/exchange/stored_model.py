@@ -1,7 +1,8 @@
 """A committed step of a job as a model: its tensors by name, read from the store piece by piece.
 
-Owns the readers that hold the step, so that all that is read belongs to one step, whatever the trainer commits
-meanwhile. Must never hold more of a tensor than the piece that the caller asked for, and never write to the store.
+This module owns the readers that hold the step, so that all values that it reads belong to one step, whatever the
+trainer commits meanwhile. It must never hold more of a tensor than the piece that the caller asked for, and never write
+to the store.
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ import torch
 
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
-from trainer_client.run import client_state
+from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
 from trainer_client.transport.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
-# The most bytes that are read at once. The reader divides them into some parts, so that the store fetches a part while
-# the one before it is copied.
+# The most bytes that are read at once. The reader divides them into some parts, so that the store fetches one part
+# while this process copies the part before it.
 PIECE_BYTES = 32 << 20
 # Tensors of at most this size are read together, up to _BATCH_BYTES at once, because a request takes some milliseconds,
 # however small the tensor is.
 _SMALL_BYTES = 64 << 10
 _BATCH_BYTES = 4 << 20
-# An export without a step number looks for this long for a step that all stores have, while a trainer commits others.
+# The most seconds for which an export without a step number looks for a step that all stores have, while a trainer
+# commits further ones.
 _CHOICE_SECONDS = 30.0
 _WEIGHTS: tuple[Kind, ...] = ("param", "master")
-# These optimizers' states come with torch's count of updates, "step".
+# If a parameter has one of these states, torch's state dict also has the count of its updates, "step".
 _COUNTED_STATES: frozenset[Kind] = frozenset({"exp_avg_sq", "sum"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensor:
-    """A tensor of the model, or an optimizer state of one, as it is to be written.
+    """A tensor of the model, or an optimizer state of a parameter, as it is written to the files.
 
     Attributes:
         name: the name under which it is written.
-        shape: its shape.
+        shape: the tensor's shape.
         dtype: the dtype in which it is written.
-        kind: the stored kind that it is read from; None: `value` has it.
-        aliases: further names of the same tensor, which is tied.
-        value: the values of a buffer.
+        kind: the stored kind that its elements are read from; None: `value` has the elements.
+        aliases: the further names of a tied tensor.
+        value: the elements of a buffer.
     """
 
     name: str
@@ -109,7 +111,7 @@ class StoredModel:
         encoded = origin.client_state(0)
         if encoded is None:
             raise _incomplete(origin, "rank 0's part of the commit")
-        self._state: Mapping[str, Any] = client_state.decode(encoded) if encoded else {}
+        self._state: Mapping[str, Any] = decode_stored(encoded) if encoded else {}
         self._tensors = _whole_tensors(origin, len(self._state.get("update_counts", ())))
         model = self._state.get("model")
         if self._state and model is None:
@@ -124,8 +126,8 @@ class StoredModel:
         self._buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
         self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
         self.adapters: Mapping[str, str] = (model or {}).get("adapters", {})
-        # The sizes of small tensors that were planned and not read yet, by kind and name, and those that were read and
-        # not taken yet.
+        # The sizes of small tensors that were planned and not read yet, by kind and name; and the small tensors that
+        # were read and that no caller has taken yet.
         self._small: dict[Kind, dict[str, int]] = {}
         self._read_ahead: dict[tuple[str, Kind], torch.Tensor] = {}
 
@@ -134,7 +136,7 @@ class StoredModel:
 
         Args:
             dtype: the dtype of the parameters, which are converted from the fp32 weights where there are any. Buffers
-                keep theirs. None: the dtype in which the model computed.
+                keep their dtype. None: the dtype in which the model computed.
         """
         found = []
         for tensor in self._tensors:
@@ -186,8 +188,8 @@ class StoredModel:
     def read(self, tensor: ModelTensor, offset: int, numel: int) -> torch.Tensor:
         """Return elements [offset, offset + numel) of the flattened tensor, [numel], valid until the next read.
 
-        All pieces are read into one buffer: memory that is allocated and freed for each piece was seen to grow to the
-        size of the model, because the heap kept what was freed.
+        All pieces are read into one buffer: when memory was allocated and freed for each piece, the process was seen to
+        grow to the size of the model, because the heap kept the freed memory.
 
         Args:
             tensor: the tensor.
@@ -212,15 +214,16 @@ class StoredModel:
         return piece
 
     def plan(self, tensors: Iterable[ModelTensor]) -> None:
-        """Take note of the tensors that will be read, each once, so that small ones can be read together."""
+        """Note the tensors that the caller will read, each once, so that small ones can be read together."""
         for tensor in tensors:
             if tensor.kind is not None and tensor.nbytes <= _SMALL_BYTES:
                 self._small.setdefault(tensor.kind, {})[tensor.name] = tensor.nbytes
 
     def _take_small(self, tensor: ModelTensor, kind: Kind) -> torch.Tensor | None:
-        """Return a small tensor that was planned, whole and flattened; None: it has to be read by itself.
+        """Return a small tensor that was planned, whole and flattened; None if it has to be read by itself.
 
-        If it was not read yet, the next ones of its kind are read with it and kept until they are taken.
+        If it was not read yet, the following tensors of its kind are read with it, and kept until the caller asks for
+        them.
         """
         if (tensor.name, kind) in self._read_ahead:
             return self._read_ahead.pop((tensor.name, kind))
@@ -241,14 +244,17 @@ class StoredModel:
         return self._read_ahead.pop((tensor.name, kind))
 
     def pieces(self, tensor: ModelTensor) -> Iterator[torch.Tensor]:
-        """Yield the flattened tensor piece by piece; each is valid until the next one. Raises StoreError."""
+        """Yield the flattened tensor piece by piece; each piece is valid until the next one.
+
+        It can raise StoreError.
+        """
         step = piece_numel(tensor)
         for offset in range(0, tensor.numel, step):
             yield self.read(tensor, offset, min(step, tensor.numel - offset))
 
 
 def piece_numel(tensor: ModelTensor) -> int:
-    """Return the number of elements that are read at once. What they are converted from may be fp32."""
+    """Return the number of elements that are read at once. They may be converted from fp32, which takes more bytes."""
     return PIECE_BYTES // max(tensor.dtype.itemsize, torch.float32.itemsize)
 
 
@@ -273,8 +279,8 @@ def open_model(
         kept: the name under which the stores keep the step, instead of its number.
 
     Raises:
-        StoreNotFoundError: there is no such job or step, or the stores do not have all of it; the message says which
-            jobs or steps there are.
+        StoreNotFoundError: there is no such job or step, or the stores do not have all of it; the message lists the
+            jobs or steps that exist.
         StoreError: a store cannot be reached, or refuses.
     """
     deadline = time.monotonic() + _CHOICE_SECONDS
@@ -288,7 +294,8 @@ def open_model(
                 for part in origin.parts():
                     origin.step = part.reader.step
             except StoreNotFoundError:
-                # The trainer has committed further steps since the choice, so that a store no longer has this one.
+                # The trainer has committed further steps since the choice, and a store no longer has the chosen step.
+                # Choose again.
                 if step is not None or kept is not None or time.monotonic() > deadline:
                     raise
                 continue
@@ -297,12 +304,12 @@ def open_model(
 
 
 def _choose(stores: Sequence[str], job: str, step: int | None, credentials: Credentials) -> tuple[str, int]:
-    """Return the name of the layout and the number of the step that is to be read. Raises StoreNotFoundError."""
+    """Return the name of the layout and the number of the step that is to be read. It can raise StoreNotFoundError."""
     common: set[tuple[int, int, str]] | None = None
     known: set[int] = set()
     for address in stores:
         layouts = _layouts_of(address, job, credentials)
-        # A later layout of a step counts more than an earlier one.
+        # If a step is in several layouts, the latest layout is chosen.
         steps = {(number, place, stored.name) for place, stored in enumerate(layouts) for number in stored.steps}
         known |= {number for number, _, _ in steps}
         common = steps if common is None else _common(common, steps)
@@ -325,7 +332,7 @@ def _common(some: set[tuple[int, int, str]], others: set[tuple[int, int, str]]) 
 
 
 def _layouts_of(address: str, job: str, credentials: Credentials) -> tuple[StoredLayout, ...]:
-    """Return the layouts of a job at one store. Raises StoreNotFoundError if the store has no such job."""
+    """Return the layouts of a job at one store. Raise StoreNotFoundError if the store has no such job."""
     with connect(StoreAddress(address=address), credentials) as client:
         jobs = client.list_jobs()
     for stored in jobs:

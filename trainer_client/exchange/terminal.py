@@ -1,4 +1,4 @@
-"""What the verbs `paramserver export` and `import` show on a terminal, and how they end."""
+"""The terminal output and the exit statuses of the verbs `paramserver export` and `import`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def progress_bar(name: str) -> Iterator[_Bar]:
 
 @contextmanager
 def cleaning_up_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exception within the context, so that what was written is removed."""
+    """Let SIGTERM end the process by an exception within the context, so that the written files are removed."""
 
     def end(number: int, frame: object) -> NoReturn:
         sys.exit(_TERMINATED)
@@ -63,7 +63,7 @@ def exit_statuses(after_interrupt: str) -> Iterator[None]:
     """End the process if an error leaves the context: with 2 for wrong options, 130 after Ctrl-C, else with 1.
 
     Args:
-        after_interrupt: what there is or is not after Ctrl-C, for the message.
+        after_interrupt: the text that the message shows after Ctrl-C: what exists then, and what does not.
     """
     try:
         yield

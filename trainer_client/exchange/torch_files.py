@@ -1,8 +1,9 @@
 """Files of `torch.save`, opened without trust: nothing in them is executed, and tensors are mapped and not read.
 
 A file of torch.save is a zip archive without compression: a pickle, and a record for the bytes of each storage. Loading
-a pickle calls the functions that it names. So it is read by torch's restricted reader (`weights_only=True`). That calls
-only functions that build tensors, and those that are given here as harmless. Must never call `torch.load` otherwise.
+a pickle calls the functions that it names. So it is read by torch's restricted reader (`weights_only=True`). That
+reader calls only functions that build tensors, and those that this module names as harmless. This module must never
+call `torch.load` in another way.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def load(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None = None) 
 
     Args:
         path: the file.
-        stand_ins: what is called in place of a class that the file names, by the class's full name. The class itself
-            is never imported.
+        stand_ins: the functions that are called in place of classes that the file names, by the class's full name. The
+            class itself is never imported.
 
     Raises:
-        ImportCheckpointError: the file is damaged, is no such file, or needs a class that is not allowed, which the
-            message names.
+        ImportCheckpointError: the file is damaged, is not a file of torch.save, or needs a class that is not allowed,
+            which the message names.
     """
     _check_archive(path)
     allowed: list[Any] = [(stand_in, name) for name, stand_in in (stand_ins or {}).items()]
@@ -49,12 +50,12 @@ def load(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None = None) 
     except ImportCheckpointError:
         raise
     except Exception as error:
-        # A damaged pickle raises errors of any kind.
+        # A damaged pickle can raise an error of any class.
         raise _damaged(path, error) from error
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dict in a file of torch.save. Raises ImportCheckpointError as `load`."""
+    """Return the tensors of a state dict in a file of torch.save. It raises ImportCheckpointError like `load`."""
     content = load(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ImportCheckpointError(f"{path} has no state dict, but a {type(content).__name__}")
@@ -69,19 +70,22 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_tensor(path: Path, name: str, tensor: Any) -> torch.Tensor:
-    """Return `tensor` if it is dense, contiguous and backed by bytes of the file. Raises ImportCheckpointError."""
+    """Return `tensor` if it is dense, contiguous and backed by bytes of the file.
+
+    It can raise ImportCheckpointError.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ImportCheckpointError(f"{path}: {name!r} is a {type(tensor).__name__} where a tensor is expected")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise ImportCheckpointError(f"{path}: tensor {name!r} is not a plain dense tensor")
-    # A stride of 0 lets a small file have a tensor of any size.
+    # A stride of 0 would let a small file stand for a tensor of any size.
     if not tensor.is_contiguous() or tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ImportCheckpointError(f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not contiguous")
     return tensor
 
 
 def verify(path: Path) -> None:
-    """Read the whole file, and compare each record with its checksum. Raises ImportCheckpointError."""
+    """Read the whole file, and compare each record with its checksum. It can raise ImportCheckpointError."""
     _check_archive(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -94,11 +98,11 @@ def verify(path: Path) -> None:
 
 
 def load_embedded(content: bytes, where: str) -> Any:
-    """Return what `torch.save` has written into a part of a file, after its checksums were compared.
+    """Return the object that `torch.save` has written into a part of a file, after its checksums were compared.
 
     Args:
-        content: the bytes.
-        where: names the part, for error texts.
+        content: the bytes of the part.
+        where: the name of the part, for error texts.
 
     Raises:
         ImportCheckpointError: the bytes are damaged, or name a class that is not allowed.
@@ -114,18 +118,21 @@ def load_embedded(content: bytes, where: str) -> Any:
     except ImportCheckpointError:
         raise
     except Exception as error:
-        # A damaged pickle raises errors of any kind.
+        # A damaged pickle can raise an error of any class.
         raise _damaged(where, error) from error
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse a file that is no archive of torch.save, or one that grows. Raises ImportCheckpointError."""
+    """Refuse a file that is not an archive of torch.save, or whose records are compressed.
+
+    It raises ImportCheckpointError.
+    """
     with path.open("rb") as file:
         _check_entries(file, path.stat().st_size, path)
 
 
 def _check_entries(file: IO[bytes], size: int, where: object) -> None:
-    """Refuse an archive that could take more memory than the file has bytes. Raises ImportCheckpointError."""
+    """Refuse an archive that could take more memory than the file has bytes. It raises ImportCheckpointError."""
     if not zipfile.is_zipfile(file):
         raise ImportCheckpointError(
             f"{where} is not a file of torch.save in its present format, a zip archive, or it is cut short"

@@ -1,9 +1,9 @@
-"""Writing the file that DeepSpeed's zero_to_fp32.py makes: an fp32 state dict as `torch.save` writes it.
+"""The export as the file that DeepSpeed's zero_to_fp32.py makes: an fp32 state dict as `torch.save` writes it.
 
 `torch.save` needs all tensors of a file in memory, so this module writes the format itself, piece by piece: a zip
 archive without compression that has the pickled state dict, in which each tensor names a record, and the bytes of the
-records (https://docs.pytorch.org/docs/stable/notes/serialization.html). Must never write what `torch.load` with
-`weights_only=True` refuses.
+records (https://docs.pytorch.org/docs/stable/notes/serialization.html). This module must never write what `torch.load`
+with `weights_only=True` refuses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PADDING_FIELD = struct.unpack("<H", b"FB")[0]
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The bytes of a tensor, in the place of a storage of torch."""
+    """The bytes of a tensor. The pickler writes it as torch writes a storage."""
 
     key: str
     tensor: ModelTensor
@@ -61,7 +61,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the state dict, in the place of a tensor of torch."""
+    """A tensor of the state dict. The pickler writes it as torch writes a tensor."""
 
     record: _Record
 
@@ -94,7 +94,7 @@ def write_fp32(
             raise ExportError(f"a file of torch.save cannot have tensor {tensor.name!r} of {tensor.dtype}")
 
     def write_file(name: str, shard: Sequence[ModelTensor]) -> None:
-        # The directory within the archive is called as torch.save calls it: as the file, without the suffix.
+        # The directory within the archive has the name that torch.save gives it: the file's name without the suffix.
         directory = name.removesuffix(".bin")
         with destination.create(name) as file, ZipFile(file, "w", ZIP_STORED) as archive:
             records = [_Record(str(number), tensor) for number, tensor in enumerate(shard)]
@@ -110,7 +110,7 @@ def write_fp32(
 
 
 def _pickled(records: Sequence[_Record]) -> bytes:
-    """Return the pickled state dict. Tied names have the same record, so that torch.load ties them, too."""
+    """Return the pickled state dict. Tied names refer to the same record, so that torch.load ties them, too."""
     state = {name: _Entry(record) for record in records for name in (record.tensor.name, *record.tensor.aliases)}
     pickled = io.BytesIO()
     _StateDictPickler(pickled, protocol=_PICKLE_PROTOCOL).dump(state)

@@ -1,4 +1,4 @@
-"""Reading weights from safetensors and from state dicts of torch.save, as transformers and DeepSpeed write them.
+"""The reader of weights in safetensors files and in state dicts of torch.save, as transformers and DeepSpeed write.
 
 These files have names and values only. So the import tells parameters from buffers by the names that the caller gives.
 """
@@ -21,10 +21,10 @@ from trainer_client.initial.loading import FileTensor, Weights
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MAX_INDEX_BYTES = 256 << 20
-# Elements.
+# The most elements that are converted to another dtype at a time.
 _CONVERTED_AT_ONCE = 128 << 10
 
-# A buffer's name, if the model is not there to say so: the statistics of torch's batch norms.
+# Without a model, tensors whose last name is one of these are taken for buffers: the statistics of torch's batch norms.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -39,7 +39,7 @@ class _FileValues:
         return self.stored.dtype
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        # Small pieces are converted, because the heap was seen to keep large ones after they were freed.
+        # A conversion is done in small pieces, because the heap was seen to keep large ones after they were freed.
         step = target.numel() or 1 if target.dtype == self.dtype else _CONVERTED_AT_ONCE
         try:
             for first in range(0, target.numel(), step):
@@ -49,7 +49,10 @@ class _FileValues:
 
 
 def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
-    """Open a safetensors file, or a directory with one or with an index of several. Raises ImportCheckpointError."""
+    """Open a safetensors file, or a directory with one or with an index of several.
+
+    It can raise ImportCheckpointError.
+    """
     try:
         weights = Weights(path)
     except ConfigError as error:

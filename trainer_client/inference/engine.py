@@ -1,6 +1,6 @@
 """The engine for inference: a model whose weights are a committed step in the store.
 
-Owns the life of the hooks and of the leases. Must never change a weight, and never write to the store.
+This module owns the life of the hooks and of the leases. It must never change a weight, and never write to the store.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.engine_getters import EngineGetters
 from trainer_client.errors import PhaseError
 from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.step.precision import cast_floating_inputs
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +42,12 @@ class InferenceParts:
     parameters: tuple[ModelParameter, ...]
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(EngineGetters):
     """The engine that `initialize` without an optimizer and `init_inference` return.
 
     It computes what the model computes, bit for bit: `engine(batch)`, `engine.generate(...)`, or the model itself. It
-    has no backward pass. Attributes that the engine does not have are the model's.
+    has no backward pass. It answers questions about its config and its sizes as the engine of a training loop does.
+    Attributes that the engine does not have are the model's.
 
     Attributes:
         module: the model.
@@ -54,25 +61,29 @@ class InferenceEngine(nn.Module):
         self,
         model: nn.Module,
         parts: InferenceParts,
-        device: torch.device,
+        settings: TrainingConfig,
+        sizes: BatchSizes,
+        collectives: Collectives,
         local_rank: int,
-        compute_dtype: torch.dtype | None,
         resources: ExitStack,
     ) -> None:
         """Join the parts to an engine.
 
         Args:
-            compute_dtype: floating-point inputs are cast to it; None: they stay as they are.
-            resources: closed with the engine.
+            collectives: those with which the model was opened. The engine does not communicate.
+            resources: the exit stack that `close` closes.
         """
         super().__init__()
         self.module = model
         self.job = parts.weights.job
         self.step_number = parts.weights.step
-        self.device = device
+        self.device = collectives.device
         self.local_rank = local_rank
         self._parts = parts
-        self._compute_dtype = compute_dtype
+        self._settings = settings
+        self._collectives = collectives
+        self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
+        self._compute_dtype = PrecisionPolicy.of(settings).compute_dtype
         self._resources = resources
         self._closed = False
         self.eval()
@@ -83,6 +94,14 @@ class InferenceEngine(nn.Module):
             *(self.step_number, self.job, parts.residency.kept_bytes),
             "the others are fetched for each use" if parts.residency.streams else "which are all",
         )
+
+    @property
+    def config(self) -> Any:
+        """The model's config if it has one, as those of transformers have, as with DeepSpeed; else the training config.
+
+        `generate` and other functions for inference read it.
+        """
+        return self.module.config if hasattr(self.module, "config") else super().config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward without gradients, and return its output.
@@ -107,15 +126,15 @@ class InferenceEngine(nn.Module):
             return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a backward pass. Raises PhaseError."""
+        """Refuse a backward pass. It raises PhaseError."""
         self._refuse("backward()")
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a training step. Raises PhaseError."""
+        """Refuse a training step. It raises PhaseError."""
         self._refuse("step()")
 
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a commit. Raises PhaseError."""
+        """Refuse to save a checkpoint. It raises PhaseError."""
         self._refuse("save_checkpoint()")
 
     @staticmethod
@@ -149,12 +168,15 @@ class InferenceEngine(nn.Module):
         }
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model's modules, as dropout has; training is not possible in either."""
+        """Set the mode of the model's modules, on which dropout depends, for example.
+
+        Training is possible in neither mode.
+        """
         super().train(mode)
         return self
 
     def close(self) -> None:
-        """Release the weights, and stop the daemon that belongs to the engine. Idempotent.
+        """Release the weights, and stop the daemon that belongs to the engine. A repeated call has no effect.
 
         The model has no weights afterwards, and a forward of it raises RuntimeError.
         """
@@ -164,7 +186,7 @@ class InferenceEngine(nn.Module):
         atexit.unregister(self.close)
         self._resources.close()
 
-    # DeepSpeed's name for the end of an engine.
+    # DeepSpeed calls `close` of an engine `destroy`.
     destroy = close
 
     def __enter__(self) -> Self:
@@ -185,7 +207,7 @@ class InferenceEngine(nn.Module):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return the engine if `fn`, as `to` or `half` make it, would change no tensor; refuse it if it would.
+        """Return the engine if `fn`, which `to` or `half` passes, would change no tensor. Refuse the call if it would.
 
         Raises:
             RuntimeError: `fn` gives tensors another device or dtype than the stored weights have.

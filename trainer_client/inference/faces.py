@@ -1,7 +1,7 @@
 """`init_inference` as DeepSpeed has it, `load_checkpoint_and_dispatch` and `disk_offload` as Accelerate has them.
 
-Owns what each of their arguments means here, and the names of jobs that the user has not named. Must never accept an
-argument that changes the result elsewhere, and ignore it.
+This module owns the meaning of each of their arguments, and the names of jobs that the user has not named. It must
+never ignore an argument that changes the result in DeepSpeed or Accelerate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _NO_PARALLEL = "tensor and expert parallelism are not built: start several proce
 _NO_QUANT = "weights are used in the dtype that they are stored in: leave it out, or quantize the model before"
 _SERVED_ELSEWHERE = "the store keeps the weights: name the job with paramserver.job"
 
-# DeepSpeed's arguments that are refused unless they have one of the values that mean nothing, with what to do instead.
+# DeepSpeed's arguments that are refused, unless they have one of the given values, which ask for nothing. The text says
+# what to do instead.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "replace_with_kernel_inject": ((False, None), _NO_KERNELS),
     "kernel_inject": ((False, None), _NO_KERNELS),
@@ -246,7 +247,7 @@ def _dispatch(
     if folder is not None:
         paramserver.setdefault("state_dir", str(folder))
     engine = _open(model, dtype=dtype, checkpoint=checkpoint, strict=strict, zero=None, paramserver=paramserver)
-    # A module does not become a submodule of the model in this way, as it would by a plain assignment.
+    # `object.__setattr__` is used because a plain assignment would make the engine's module a submodule of the model.
     object.__setattr__(model, "paramserver_engine", engine)
     return model
 
@@ -260,7 +261,7 @@ def _open(
     zero: Mapping[str, Any] | None,
     paramserver: Mapping[str, Any] | None,
 ) -> InferenceEngine:
-    """Return an engine for a model, with a job and a host budget for what the caller has not named."""
+    """Return an engine for a model. If the caller names no job or no host budget, this function chooses them."""
     wanted = _dtype(dtype)
     if wanted is torch.float32 and any(p.dtype != torch.float32 for p in model.parameters()):
         model.float()
@@ -303,7 +304,7 @@ def _dtype(dtype: Any) -> torch.dtype | None:
 
 
 def _budget(model_bytes: int) -> int:
-    """Return the host budget of a daemon for a model: room for the whole model, or half of the machine's."""
+    """Return a daemon's host budget in bytes: room for the whole model, but at most half of the machine's memory."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(model_bytes * 5 // 4 + (64 << 20), machine // 2)
 

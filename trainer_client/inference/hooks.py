@@ -1,6 +1,6 @@
 """The hooks that bring a unit into memory before the forward of its module, and release it afterwards.
 
-Owns the handles of the hooks. Must never leave a unit in use after a forward that failed.
+This module owns the handles of the hooks. It must never leave a unit in use after a forward that failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InferenceHooks:
         self._model = model
         self._residency = residency
         self._handles: list[RemovableHandle] = []
-        # The number of forwards under way of modules with hooks.
+        # The number of forwards under way, counting only modules with hooks.
         self._depth = 0
         of_module: dict[nn.Module, list[WeightUnit]] = {model: []}
         for unit in units:
@@ -82,7 +82,7 @@ class InferenceHooks:
         return tree_map_only(torch.Tensor, copied, output)
 
     def remove(self) -> None:
-        """Remove all hooks; idempotent."""
+        """Remove all hooks. A repeated call has no effect."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,6 +1,7 @@
 """The opening of an engine for inference: from a model and a config to an engine, step by step.
 
-Owns the order of these steps. Must never leave a daemon, a session or a process group behind after an error.
+This module owns the order of these steps. It must never leave a daemon, a session or a process group behind after an
+error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
@@ -37,15 +39,16 @@ from trainer_client.store_client.client_sync import StoreClientSync
 
 log = logging.getLogger(__name__)
 
-# The parts of the host budget that weights in use may take if the config does not say it: of a daemon of the job's own,
-# and of one that other jobs may use, too. The daemon's own buffers take up to an eighth.
+# The fraction of the host budget that weights in use may take if the config does not give a limit. The first is for a
+# daemon of the job's own, the second for a daemon that other jobs may use, too. The daemon's own buffers take up to an
+# eighth.
 _OWN_SHARE = 13 / 16
 _COMMON_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class InitialArguments:
-    """Where the values of a job come from that the store does not have yet; see `initialize`."""
+    """The source of the initial values of a job that the store does not have yet; see `initialize`."""
 
     weights: str | Path | None = None
     strict_weights: bool = True
@@ -62,7 +65,7 @@ def open_engine(
     processes: tuple[bool | None, int] | None = None,
     prefer_streams: bool = False,
 ) -> InferenceEngine:
-    """Return an engine whose model has the weights of a committed step. A collective of the process group, if any.
+    """Return an engine whose model has the weights of a committed step. All ranks of a process group must call this.
 
     If the store does not have the job, the values of the model, or those that `initial` names, are put there first.
 
@@ -83,7 +86,9 @@ def open_engine(
     section = settings.paramserver
     with ExitStack() as resources:
         joined = resources.enter_context(ExitStack())
-        local_rank, device = choose_device() if processes is None else join_processes(*processes, joined)
+        local_rank, device = (
+            choose_device(settings) if processes is None else join_processes(settings, *processes, joined)
+        )
         collectives = Collectives(device, section.collective_timeout_seconds)
         joined.callback(collectives.close)
         address, credentials = find_store(settings, collectives, local_rank, resources)
@@ -103,7 +108,15 @@ def open_engine(
         hooks = InferenceHooks(model, units, residency)
         resources.callback(hooks.remove)
         parts = InferenceParts(weights=weights, residency=residency, hooks=hooks, parameters=tuple(parameters))
-        return InferenceEngine(model, parts, device, local_rank, policy_of_dtypes.compute_dtype, resources.pop_all())
+        sizes = _sizes(settings, collectives.world_size)
+        return InferenceEngine(model, parts, settings, sizes, collectives, local_rank, resources.pop_all())
+
+
+def _sizes(settings: TrainingConfig, world_size: int) -> BatchSizes:
+    """Return the batch sizes of the config; one sample for each rank if it says none, because inference needs none."""
+    if settings.train_batch_size is None and settings.train_micro_batch_size_per_gpu is None:
+        return BatchSizes(train=world_size, micro=1, accumulation=1)
+    return resolve_batch_sizes(settings, world_size)
 
 
 def _read(
@@ -146,7 +159,7 @@ def _read(
             tensor = parameter.tensor
             tensor.requires_grad_(False)
             if tensor.dtype != dtype or tensor.device != device:
-                # The values come from the store, so a parameter of the right kind is enough here.
+                # The store has the values, so a parameter with the right shape, dtype and device is enough here.
                 tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
         check_fit(parameters, weights.tensors, f"step {weights.step} of job {section.job!r}")
         _fill_buffers(model, weights, device)

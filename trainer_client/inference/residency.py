@@ -1,8 +1,9 @@
-"""Which units of a model are in memory during inference, and which are fetched ahead.
+"""The choice of the units that are in memory during inference, and of those that are fetched ahead.
 
 As many units as the budget allows stay in memory from the beginning on, so that they cost nothing later. The others are
 fetched for each use, in the order of the last forward, and the first units follow the last one, because a forward is
-repeated for each token. Owns the units' leases. Must never hold more bytes than the budget, but for the unit in use.
+repeated for each token. This module owns the units' leases. It must never hold more bytes than the budget, except for
+the unit in use.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from trainer_client.inference.weights import Fetch, HeldTensors, StepWeights
 
 log = logging.getLogger(__name__)
 
-# The units that do not stay in memory share the room of at most _MOST_AHEAD of the largest of them. If the budget has
-# it, they have room for _LEAST_WINDOW: one is in use, one is ready, and one is read meanwhile. With room for two, the
-# device does nothing while the unit that is ready has not been entered.
+# The units that do not stay in memory share a window: room for at most _MOST_AHEAD of the largest of these units and,
+# if the budget allows it, for at least _LEAST_WINDOW. With three, one unit is in use, one is ready, and one is being
+# read. With room for two, the device would be idle until the forward enters the ready unit.
 _MOST_AHEAD = 4
 _LEAST_WINDOW = 3
-# While the units that stay are brought into memory, this many requests are under way.
+# The number of requests that are under way while the units that stay in memory are loaded.
 _LOADING = 3
 
 
 class Residency:
-    """The units of one model and where they are."""
+    """The units of one model, each of which is in memory or only in the store."""
 
     def __init__(self, units: Sequence[WeightUnit], weights: StepWeights, host_bytes: int) -> None:
-        """Choose the units that stay in memory. None of them is there before `load`.
+        """Choose the units that stay in memory. No unit is in memory before `load`.
 
         Args:
             units: the units, in the order of their first use as far as that is known.
-            weights: the step.
+            weights: the committed step whose weights the units have.
             host_bytes: the most bytes of the store's host memory that leases of this process may hold.
         """
         self._weights = weights
         self._units = tuple(units)
         self._ahead: dict[WeightUnit, Fetch] = {}
-        # The units that were used by a function without a forward of their module. They are released with the outermost
-        # forward under way.
+        # The units whose parameters a function has used without a forward of the unit's module. They are released with
+        # the outermost forward under way.
         self._borrowed: list[WeightUnit] = []
         self._last: WeightUnit | None = None
         self._lock = threading.RLock()
         self._is_closed = False
         self._window_bytes = 0
-        # The units that are copied from the store part by part, because the window cannot hold two of one.
+        # The units that are copied from the store part by part, because the window has no room for twice their size.
         self._large: set[WeightUnit] = set()
         # For each unit that does not stay, the one that is expected after it.
         self._next: dict[WeightUnit, WeightUnit] = {}
@@ -93,7 +94,7 @@ class Residency:
                 return
 
     def _make_do(self) -> None:
-        """Take what was granted so far as the budget, because the store's memory has no room for more."""
+        """Reduce the budget to the bytes that were granted so far, because the store's memory has no room for more."""
         self._drop_ahead(keep=())
         held = [unit for unit in self._units if unit.held is not None]
         self._divide(sum(unit.plan.nbytes for unit in held))
@@ -102,7 +103,7 @@ class Residency:
                 self._release(unit)
 
     def enter(self, unit: WeightUnit) -> None:
-        """Bring a unit into memory for a forward that needs it, and request those that come next.
+        """Bring a unit into memory for a forward that needs it, and request the units that come next.
 
         Raises:
             StoreError: the store failed, or did not come back in time.
@@ -142,7 +143,7 @@ class Residency:
             self._borrowed.append(unit)
 
     def return_borrowed(self) -> None:
-        """Release what was borrowed. The outermost forward calls this at its end. Raises SessionEndedError."""
+        """Release the borrowed units. The outermost forward calls this at its end. It can raise SessionEndedError."""
         with self._lock:
             borrowed, self._borrowed = self._borrowed, []
             for unit in borrowed:
@@ -161,7 +162,7 @@ class Residency:
         )
 
     def close(self) -> None:
-        """Take all values away from the parameters, and release all leases; idempotent."""
+        """Take all values away from the parameters, and release all leases. A repeated call has no effect."""
         with self._lock:
             if self._is_closed:
                 return
@@ -192,7 +193,7 @@ class Residency:
         return self._weights.finish(unit.plan, self._ahead.pop(unit, None))
 
     def _request(self, unit: WeightUnit) -> None:
-        """Request a unit's leases ahead, unless that was done or is not necessary."""
+        """Request a unit's leases ahead, unless they were requested already or the unit is in memory."""
         if unit.held is None and unit not in self._ahead and unit.plan.wants and unit not in self._large:
             fetch = self._weights.begin(unit.plan)
             if fetch is not None:
@@ -222,7 +223,7 @@ class Residency:
             self._request(other)
 
     def _drop_ahead(self, keep: Iterable[Any]) -> None:
-        """Give up the requests for units that are not expected next."""
+        """Cancel the requests for units that are not expected next."""
         for unit in set(self._ahead) - set(keep):
             self._weights.cancel(self._ahead.pop(unit))
 
@@ -230,8 +231,8 @@ class Residency:
 def _choose(units: Sequence[WeightUnit], host_bytes: int) -> list[WeightUnit]:
     """Mark the units that stay in memory, and return the others.
 
-    If not all units fit, the others keep room for some of the largest of them: the one in use, and those that are
-    fetched meanwhile.
+    If not all units fit, the others share room for some of the largest of them: for the unit in use, and for those that
+    are fetched meanwhile.
     """
     if sum(unit.plan.nbytes for unit in units) <= host_bytes:
         room = host_bytes

@@ -1,6 +1,6 @@
-"""The job that an engine for inference reads: found in the store, or put there once from a model or its files.
+"""The job that an engine for inference reads: it is found in the store, or put there once from a model or its files.
 
-Owns the writing of such a job. Must never write to a job that has a committed step.
+This module owns the writing of such a job. It must never write to a job that has a committed step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from trainer_client.store_client.types import TensorSpec
 
 log = logging.getLogger(__name__)
 
-# Another process may be putting the same model into the store. It is waited for so long, and looked at so often.
+# The most seconds to wait for another process that puts the same model into the store, and the seconds between two
+# looks.
 _OTHER_WRITER_SECONDS = 1800.0
 _LOOK_SECONDS = 0.2
 
 
 def newest_step(client: StoreClientSync, job: str) -> int | None:
-    """Return the newest committed step of a job; None: the store has no such job, or it has no committed step."""
+    """Return the newest committed step of a job; None if the store has no such job or no committed step of it."""
     return next((stored.step for stored in client.list_jobs() if stored.name == job), None)
 
 
@@ -41,7 +42,7 @@ def put(
     *,
     is_writer: bool,
 ) -> None:
-    """Put the model into its node's store, unless another process does so just now. A collective.
+    """Put the model into its node's store, unless another process does so just now. All ranks must call this.
 
     One parameter at a time is in memory, in fp32 and in its own dtype.
 
@@ -70,7 +71,7 @@ def put(
             except JobConflictError:
                 log.info("another process is putting job %r into the store", job)
             if writer is not None and writer.step is not None:
-                # Another process has committed the model since this one looked.
+                # Another process has committed the model since this process looked.
                 writer.close()
                 writer = None
         if writer is not None or collectives.world_size > 1:
@@ -89,7 +90,7 @@ def put(
 
 
 def _wait_for_step(client: StoreClientSync, job: str) -> None:
-    """Wait until another process has committed the job's first step. Raises StoreTimeoutError."""
+    """Wait until another process has committed the job's first step. It can raise StoreTimeoutError."""
     deadline = time.monotonic() + _OTHER_WRITER_SECONDS
     while newest_step(client, job) is None:
         if time.monotonic() > deadline:

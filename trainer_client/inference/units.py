@@ -1,8 +1,8 @@
 """The units of a model for inference: parameters that are brought into memory and released together.
 
-A block is a unit, as in training. What belongs to no block is divided by the modules that own it, so that an embedding
-is not in memory while the blocks compute. Owns what a unit's parameters point to. Must never decide when to fetch or to
-release: residency.py does.
+A block is a unit, as in training. Parameters outside of the blocks form a unit for each module that owns them, so that
+an embedding is not in memory while the blocks compute. This module owns the memory that a unit's parameters point to.
+It must never decide when to fetch or to release: residency.py does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class WeightUnit:
     """Some parameters, and the modules that need them.
 
     Attributes:
-        name: the name of its first module.
+        name: the name of the unit's first module.
         modules: the modules whose forward needs the parameters.
         parameters: the parameters.
-        plan: the leases that bring them into memory.
-        stays: whether they stay in memory once they are there.
-        held: their tensors while they are in memory.
-        users: the number of forwards under way that need them.
+        plan: the leases that bring the parameters into memory.
+        stays: whether the parameters stay in memory once they were loaded.
+        held: the parameters' tensors while they are in memory.
+        users: the number of forwards under way that need the parameters.
     """
 
     name: str
@@ -52,13 +52,13 @@ class WeightUnit:
                 parameter.tensor.data = held.tensors[parameter.fqn]
 
     def hide(self, on_use: Callable[[WeightUnit], None]) -> HeldTensors | None:
-        """Take the values away from the parameters, and return the tensors that they were.
+        """Take the values away from the parameters, and return the tensors that held the values.
 
         Args:
             on_use: called before a function of torch gets a parameter of the unit; it has to call `show`.
         """
         held, self.held = self.held, None
-        # The cache may have a tensor that autocast has made of a parameter.
+        # The cache may hold a tensor that autocast has made from a parameter.
         torch.clear_autocast_cache()
         for parameter in self.parameters:
             tensor = parameter.tensor
@@ -117,7 +117,8 @@ def check_fit(parameters: Sequence[ModelParameter], stored: Mapping[str, StoredT
         where: the step and the job, for the message.
 
     Raises:
-        ConfigError: a name or a shape differs; the message lists the first differences. (Another dtype is cast.)
+        ConfigError: a name or a shape differs; the message lists the first differences. Another dtype is no difference,
+            because the values are cast.
     """
     wanted = {parameter.fqn: parameter for parameter in parameters if parameter.shape.numel()}
     problems = [f"{fqn} is not stored" for fqn in wanted if fqn not in stored]

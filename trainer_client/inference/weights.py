@@ -2,8 +2,9 @@
 
 On the daemon's node, a tensor is a view of the daemon's shared memory, mapped so that a write would stay in this
 process. All processes that lease the same tensors of one step share that memory. On another node, or for another device
-than the CPU, the bytes are copied, and the leases end at once. So are tensors that the model has in another type than
-the store; the copy is cast. Owns the reader that holds the step. Must never write to the store.
+than the CPU, the bytes are copied, and the leases end at once. Tensors that the model has in another type than the
+store are copied, too, and the copy is cast. This module owns the reader that holds the step. It must never write to the
+store.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
-from trainer_client.run import client_state
+from trainer_client.run.stored_state import decode_stored
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, StoreSession, release, result_of
 from trainer_client.store_client.reader import Batch, TensorPart
@@ -32,24 +33,24 @@ from trainer_client.transport.mapping import show_file_again
 
 log = logging.getLogger(__name__)
 
-# The tensors of a unit share leases of at most so many bytes, because each lease costs the daemon as much time as it
-# takes to check the bytes of several MB. A larger lease would need a larger hole in the store's host memory.
+# The most bytes of a lease, which several tensors of a unit share, because each lease costs the daemon as much time as
+# the check of several MB. A larger lease would need a larger free range in the store's host memory.
 _LEASE_BYTES = 64 << 20
-# The most tensors that one lease is for.
+# The most tensors of one lease.
 _LEASE_TENSORS = 1024
 _PAGE_BYTES = 4096
-# A request that is made ahead waits for so long for a store that is away.
+# The most seconds that a request ahead of use waits for a store that does not answer.
 _AHEAD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor lies in the leases of its unit.
+    """The place of a tensor in the leases of its unit.
 
     Attributes:
         tensor: the tensor.
-        dtype: the type that the model has it in.
-        lease: the number of the lease in the request.
+        dtype: the type that the tensor has in the model.
+        lease: the index of the lease in the request.
         offset: the tensor's first byte in that lease.
     """
 
@@ -64,7 +65,7 @@ class Plan:
     """The leases that bring some tensors into memory.
 
     Attributes:
-        wants: what is asked for, one lease each.
+        wants: the requested bytes, one entry for each lease.
         places: the places of the tensors in these leases.
         nbytes: the bytes of all leases, in whole pages; if the plan casts, at least those of the cast tensors.
         casts: whether the model has some of the tensors in another type than the store. Then all of them are copied,
@@ -108,8 +109,8 @@ def _lease_together(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTens
     """Yield the tensors of each lease, in an order in which the daemon reads most of them without a copy.
 
     A trainer has stored the tensors of a unit one behind the other, so they stay in their order. Other clients have
-    stored large tensors apart from each other: those of whole pages come first, so that those behind them begin at a
-    page, too.
+    stored large tensors apart from each other. Of these, tensors of whole pages come first, so that the following
+    tensors begin at a page, too.
     """
     together: list[StoredTensor] = []
     nbytes = 0
@@ -146,7 +147,7 @@ class HeldTensors:
         lease_ids: the leases.
         views: the bytes of the leases.
         generation: tells whether the session had ended. It outlives the session, because a forward that is under way
-            when the daemon dies goes on with what it has, while the next unit is fetched in a new session.
+            when the daemon dies goes on with the tensors that it has, while the next unit is fetched in a new session.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -161,7 +162,7 @@ class HeldTensors:
         return self.session is not None and self.session.has_ended
 
     def check(self) -> None:
-        """Check that the tensors still are what was leased. Raises SessionEndedError."""
+        """Check that the tensors still have the leased bytes. It can raise SessionEndedError."""
         if self.generation is not None:
             self.generation.check()
 
@@ -173,12 +174,12 @@ class StepWeights:
         job: the job's name.
         step: the number of the step.
         tensors: the step's parameters by name.
-        aliases: the name of the parameter that each further name of a tied one means.
+        aliases: for each further name of a tied parameter, the parameter's name in `tensors`.
         buffers: the buffers that the trainer has committed with the step, by name.
     """
 
     def __init__(self, client: StoreClientSync, job: str, step: int | None, device: torch.device) -> None:
-        """Open a reader of a step; None: the newest one. `close` closes the client, too.
+        """Open a reader of a step, or of the newest one if `step` is None. `close` closes the client, too.
 
         Raises:
             StoreNotFoundError: there is no such job or step, or this store does not have all of it.
@@ -203,28 +204,31 @@ class StepWeights:
         self.buffers: Mapping[str, torch.Tensor] = model.get("buffers", {})
 
     def _committed_model(self) -> Mapping[str, Any]:
-        """Return what a trainer's commit says of names and buffers; nothing if no trainer has committed the step."""
+        """Return the names and buffers in a trainer's commit; an empty mapping if no trainer has committed the step."""
         try:
             encoded = self._reader.client_state(0)
         except StoreNotFoundError:
             return {}
-        model: Mapping[str, Any] | None = client_state.decode(encoded).get("model") if encoded else None
+        model: Mapping[str, Any] | None = decode_stored(encoded)["model"] if encoded else None
         return model or {}
 
     @property
     def arena_bytes(self) -> int:
-        """The store's host budget."""
+        """The store's host budget in bytes."""
         call = Call(None, LEASE_DEADLINE_SECONDS)
         return self._reader.on_session(call, lambda session, _: session.arena_bytes)
 
     def close(self) -> None:
-        """Release everything, so that the store may delete the step; idempotent."""
+        """Release all leases and the reader, so that the store may delete the step. A repeated call has no effect."""
         self._reader.close()
         self._client.close()
         self._mapped = None
 
     def begin(self, plan: Plan) -> Fetch | None:
-        """Request the leases of a plan without waiting; None: the store is away just now, so `finish` asks again."""
+        """Request the leases of a plan without waiting.
+
+        Return None if the store does not answer; `finish` then asks again.
+        """
         try:
             return self._reader.on_session(
                 Call(_AHEAD_SECONDS, _AHEAD_SECONDS), lambda session, reader: _request(session, reader, plan)
@@ -234,7 +238,9 @@ class StepWeights:
             return None
 
     def finish(self, plan: Plan, fetch: Fetch | None, seconds: float = LEASE_DEADLINE_SECONDS) -> HeldTensors:
-        """Wait for the leases of a plan and return its tensors. After a restart of the daemon, ask its successor.
+        """Wait for the leases of a plan and return its tensors.
+
+        After a restart of the daemon, request them from the new one.
 
         Raises:
             StoreBudgetError: the store's host memory had no room for the bytes for too long.
@@ -259,7 +265,7 @@ class StepWeights:
         return self._reader.get(tensor.fqn).to(device or self._device, dtype)
 
     def cancel(self, fetch: Fetch) -> None:
-        """Give up a request: release its leases as soon as they are granted."""
+        """Cancel a request, and release its leases as soon as they are granted."""
 
         def on_done(future: Any) -> None:
             if not future.cancelled() and future.exception() is None:
@@ -320,7 +326,7 @@ class StepWeights:
                 release(session, ids)
 
     def _memory(self, session: StoreSession) -> memoryview | None:
-        """Return this process's mapping of the arena for reading; None: it cannot be mapped."""
+        """Return this process's mapping of the arena for reading; None if it cannot be mapped."""
         if self._mapped is None or self._mapped[0] is not session:
             self._mapped = session, session.map_privately()
         return self._mapped[1]

@@ -1,7 +1,7 @@
 """The engine without an optimizer below stage 3: the whole model on the rank's device, without a store.
 
-Reference models of preference learning, and models that are only evaluated, are made so. Owns the model's place and
-dtype. Must never start a daemon, and never change a weight.
+Reference models of preference learning, and models that are only evaluated, use such an engine. This module owns the
+model's place and dtype. It must never start a daemon, and never change a weight.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from trainer_client.run.node_store import join_processes
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
 
-# The keys of the section `paramserver` that say which step of which job a model has its weights from.
+# The keys of the section `paramserver` that name the stored job and step with a model's weights.
 _STORED_WEIGHTS = ("job", "inference")
 
 
 class WholeEngine(EngineGetters):
     """The engine that `initialize` without an optimizer returns at stages 0 to 2.
 
-    Its forward is the model's, with gradients if the caller wants them. It has no step. It answers questions about its
-    config and its sizes as the engine of a training loop does. Attributes that it does not have are the model's.
+    Its forward is the model's, with gradients if the caller wants them. It has no step. It has the getters for the
+    config and the batch sizes that the engine of a training loop has. Attributes that it does not have are the model's.
 
     Attributes:
         module: the model, whole on the device.
@@ -54,11 +54,11 @@ class WholeEngine(EngineGetters):
         local_rank: int,
         resources: ExitStack,
     ) -> None:
-        """Wrap a model whose weights are in their place.
+        """Wrap a model whose weights are on its device already.
 
         Args:
-            collectives: those with which the model was distributed. The engine does not communicate.
-            resources: closed with the engine.
+            collectives: the collectives that have distributed the model. The engine itself does not communicate.
+            resources: the exit stack that `close` closes.
         """
         super().__init__()
         self.module = model
@@ -79,15 +79,15 @@ class WholeEngine(EngineGetters):
             return self.module(*args, **kwargs)
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a backward pass. Raises PhaseError."""
+        """Refuse a backward pass. It raises PhaseError."""
         self._refuse("backward()")
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a training step. Raises PhaseError."""
+        """Refuse a training step. It raises PhaseError."""
         self._refuse("step()")
 
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a checkpoint. Raises PhaseError."""
+        """Refuse a checkpoint. It raises PhaseError."""
         self._refuse("save_checkpoint()")
 
     @staticmethod
@@ -98,7 +98,10 @@ class WholeEngine(EngineGetters):
         )
 
     def close(self) -> None:
-        """Leave the process group if `initialize` has joined it. Idempotent; the model keeps its weights."""
+        """Leave the process group if `initialize` has joined it. The model keeps its weights.
+
+        A repeated call has no effect.
+        """
         self._resources.close()
 
     # DeepSpeed's name for the end of an engine.
@@ -130,7 +133,7 @@ def open_whole_engine(
     initial: InitialArguments,
     processes: tuple[bool | None, int],
 ) -> WholeEngine:
-    """Bring a model to this rank's device, in the config's dtype, with the values of rank 0. A collective.
+    """Bring a model to this rank's device, in the config's dtype, with the values of rank 0. All ranks must call this.
 
     Args:
         model: the model; its buffers keep their dtypes unless `data_types.buffer_dtype` says another one.
@@ -151,7 +154,7 @@ def open_whole_engine(
             "optimizer does not use: set zero_optimization.stage 3 to compute with them, or remove the key"
         )
     with ExitStack() as resources:
-        local_rank, device = join_processes(*processes, resources)
+        local_rank, device = join_processes(settings, *processes, resources)
         dtype_of = PrecisionPolicy.of(settings).dtype_of
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
         try:

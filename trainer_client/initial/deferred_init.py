@@ -1,7 +1,7 @@
-"""Building a model without its memory: the operations of its constructors are recorded, and run later for each tensor.
+"""The building of a model without memory: the operations of its constructors are recorded, and run later per tensor.
 
-Owns the recipes. Must never hold a tensor's values: while a `RecipeRecorder` is active, constructors make their tensors
-on the meta device, where a tensor has a shape and no bytes.
+This module owns the recipes. It must never hold a tensor's values: while a `RecipeRecorder` is active, constructors
+make their tensors on the meta device, where a tensor has a shape and no bytes.
 
 [Note: recipes] A recipe is the list of operations that wrote a storage. Each operation has references to the recipes of
 the tensors that it read, and to how many operations those had at that time. A recipe belongs to a storage and not to a
@@ -72,7 +72,7 @@ class Recipe:
     """The recipe of one storage; see [Note: recipes].
 
     Attributes:
-        recorder: the recorder that made it.
+        recorder: the recorder that made the recipe.
         nbytes: size of the storage.
         writes: the operations that wrote the storage, in the order of construction.
     """
@@ -97,12 +97,12 @@ class TensorRef:
     """An argument or a result of an operation that is on the meta device.
 
     Attributes:
-        recipe: the recipe of its storage.
+        recipe: the recipe of the tensor's storage.
         steps: how many operations had written the storage at that time.
         dtype: the tensor's dtype.
-        size: its shape.
-        stride: its strides, in elements.
-        offset: its first element in the storage.
+        size: the tensor's shape.
+        stride: the tensor's strides, in elements.
+        offset: the index of the tensor's first element in the storage.
     """
 
     recipe: Recipe
@@ -135,15 +135,15 @@ class Operation:
     """A recorded operation.
 
     Attributes:
-        number: its number in the construction; operations are replayed in this order.
+        number: the number of the operation in the construction; operations are replayed in this order.
         function: the operator of torch.
-        args: its positional arguments, with a TensorRef or GivenRef in place of each tensor.
-        kwargs: its keyword arguments, likewise.
-        inputs: the arguments on the meta device that its result depends on.
-        outputs: its tensor results in order; None for a result that shares memory with an argument.
-        is_random: whether it draws random numbers.
-        overwrites: whether it gives every element of the storage that it writes a value that does not depend on the old
-            one.
+        args: the positional arguments, with a TensorRef or GivenRef in place of each tensor.
+        kwargs: the keyword arguments, with references in the same way.
+        inputs: the arguments on the meta device that the result depends on.
+        outputs: the tensor results in order; None for a result that shares memory with an argument.
+        is_random: whether the operation draws random numbers.
+        overwrites: whether the operation gives every element of the storage that it writes a value that does not depend
+            on the old one.
     """
 
     number: int
@@ -156,7 +156,7 @@ class Operation:
     overwrites: bool
 
     def refs(self) -> Iterator[TensorRef]:
-        """Yield the references to all recorded tensors that it uses or makes."""
+        """Yield the references to all recorded tensors that the operation uses or makes."""
         yield from (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorRef))
         yield from (ref for ref in self.outputs if ref is not None)
 
@@ -212,7 +212,7 @@ class RecipeRecorder:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a constructor has already used random values of this seed, so that it cannot be changed any more."""
+        """Whether a constructor has used random values of this seed, so that the seed cannot be changed any more."""
         return self._is_fixed
 
     def reseed(self, seed: int) -> None:
@@ -220,14 +220,14 @@ class RecipeRecorder:
         self._seed = seed
 
     def fix(self) -> None:
-        """Take note that random values of this seed are used, so that it cannot be changed any more."""
+        """Note that random values of this seed are used, so that the seed cannot be changed any more."""
         self._is_fixed = True
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the construction on the meta device, record it, and return its result."""
         arguments = _tensors((args, kwargs))
         if arguments and not any(recipe_of(tensor) for tensor in arguments):
-            # These operations use only tensors with values, as torch.tensor and torch.from_numpy make them.
+            # The operation uses only tensors with values, such as torch.tensor and torch.from_numpy make.
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if func.overloadpacket in _NEEDS_VALUE or any(recipe_of(tensor) is None for tensor in written):
@@ -255,7 +255,7 @@ class RecipeRecorder:
         made = [None if t.untyped_storage()._cdata in known else self._new_ref(t) for t in _tensors(result)]
         new = [ref for ref in made if ref is not None]
         if func.overloadpacket in _ALLOCATIONS or not (written or new):
-            # The operation has only allocated memory or made a view.
+            # The operation has only allocated memory or made a view, so there is nothing to record.
             return
         args, kwargs = refs
         overwrites = func.overloadpacket in _OVERWRITES and _is_whole(written[0])
@@ -327,7 +327,7 @@ class _Posing(TorchFunctionMode):
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """Return the recipe of the tensor's storage; None if it was not made within a recorder."""
+    """Return the recipe of the tensor's storage; None if no recorder was active when the tensor was made."""
     with torch._C.DisableTorchFunction():
         recipe: Recipe | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
         return recipe
@@ -359,10 +359,10 @@ def replay(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a number (63 bits) of how a tensor with a recipe was made, so that ranks can compare their recipes.
+    """Return a digest (63 bits) of a tensor's recipe, so that ranks can compare how they made the tensor.
 
-    Equal recipes have equal numbers, whatever the recorder's seed is. Values of tensors that were made outside of the
-    recorder do not count.
+    Equal recipes have equal numbers, whatever the recorder's seed is. The number does not depend on the values of
+    tensors that were made outside of the recorder.
     """
 
     def shown(leaf: Any) -> str:

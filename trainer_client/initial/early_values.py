@@ -1,7 +1,7 @@
-"""Values of parameters before `initialize`: a model built under `zero.Init` can be read and changed then, too.
+"""Values of parameters before `initialize`, so that a model built under `zero.Init` can be read and changed then.
 
-Owns parameters that have memory for a while, or from now on because they were changed. Must never give memory to
-parameters that were not asked for.
+This module owns the memory of such parameters: for the time of a context, or until `initialize` if they were changed.
+It must never give memory to parameters that the caller has not named.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from trainer_client.model.availability import ZeroParamStatus, show_status
 
 @contextmanager
 def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Give parameters with a recipe memory and their initial values within the context. A collective.
+    """Give parameters with a recipe memory and their initial values within the context. All ranks must call this.
 
-    Operations within the context are not recorded, also within an open recorder, because only one rank may make them.
+    Operations within the context are not recorded, also within an open recorder, because possibly only one rank makes
+    them.
 
     Args:
-        tensors: any tensors; those without a recipe are left alone.
-        modifier_rank: the rank whose changes become those of all ranks. The parameters keep their memory then, until
-            `initialize` has moved their values to the store. None: the parameters are as before at the end, as they are
-            after an error.
+        tensors: any tensors; those without a recipe are not changed.
+        modifier_rank: the rank whose changes become those of all ranks. The parameters then keep their memory until
+            `initialize` has moved their values to the store. None: the parameters are at the end as they were before.
+            They are also after an error.
     """
     parameters = [tensor for tensor in tensors if recipe_of(tensor)]
     with RecipeRecorder.suspended(), ExitStack() as undone:

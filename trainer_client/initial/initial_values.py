@@ -1,7 +1,8 @@
 """The initial values of a new job, from one of four sources: the model's memory, a recipe, the modules, or files.
 
-Owns each parameter's source. Must never hold more values than this rank's partition of one flat group and one whole
-parameter. Frees the model's own memory group by group, as soon as the group's partition is in the store.
+This module owns each parameter's source. It must never hold more values than this rank's partition of one flat group
+and one whole parameter. Frees the model's own memory group by group, as soon as the group's partition is in the store.
+(The journal keeps partitions from that memory until they are committed, if they are small enough.)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import nn
 
+from paramserver.contract.kinds import Kind
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay
 from trainer_client.initial.loading import FileTensor, Found, Weights
@@ -47,12 +50,18 @@ class Origin(enum.IntEnum):
 
 
 class Source(Protocol):
-    """The source of one parameter's initial values."""
+    """The source of one parameter's initial values.
+
+    Attributes:
+        is_lasting: whether this rank can fill again by itself after the model's own memory was freed.
+    """
+
+    is_lasting: bool
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
         """Fill `target` [n], fp32 on the CPU, with elements [offset, offset + n) of the flattened parameter.
 
-        n may be 0. Every rank calls this for every parameter, in the same order, because it may be a collective.
+        n may be 0. All ranks must call this for every parameter, in the same order, because the call may communicate.
         """
 
 
@@ -61,12 +70,13 @@ class InitialValues:
 
     Args:
         model: the model. When the constructor returns, its buffers have values, and none of its parameters is on the
-            meta device any more: one that was is NaN, without memory.
+            meta device any more: a parameter that was there is NaN, without memory.
         parameters: the model's parameters, in its order.
         collectives: the collectives of this rank.
         param_init_fn: see ModuleInit.
-        weights: values from files, which replace those of all other sources.
+        weights: values from files, which replace the values of all other sources.
         strict_weights: see Weights.match.
+        are_rounded: whether master weights begin with values that are rounded to the dtype of the forward.
 
     Raises:
         ConfigError: the ranks built the model differently, it does not fit the files, or a tensor has no source.
@@ -81,10 +91,12 @@ class InitialValues:
         param_init_fn: ParamInitFn | None = None,
         weights: Weights | None = None,
         strict_weights: bool = True,
+        are_rounded: bool = False,
     ) -> None:
-        """Find each parameter's source, and fill the buffers. A collective."""
+        """Find each parameter's source, and fill the buffers. All ranks must call this."""
         self._model = model
         self._collectives = collectives
+        self._are_rounded = are_rounded
         self._origins = self._agree_on_origins(parameters)
         self._agree_on_seeds(parameters)
         names = [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)]
@@ -101,22 +113,27 @@ class InitialValues:
         self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
 
     def stage(self, states: Sequence[GroupStates]) -> None:
-        """Stage this rank's partitions as step 0, and free the model's own memory. A collective."""
+        """Stage this rank's partitions as step 0, and free the model's own memory. All ranks must call this."""
         with self._progress(sum(state.group.slot_table.numel for state in states) * torch.float32.itemsize) as progress:
             (task,) = progress.task_ids
             for state in states:
                 group = state.group
-                partition = self.partition(group)
-                state.hand_over(dict.fromkeys(group.weight_kinds, partition), step=0)
+                values = partial(self._values, group)
+                # Values of rank 0's memory are kept until they are committed, because that memory is freed here.
+                is_lasting = all(self._sources[parameter.index].is_lasting for parameter in group.parameters)
+                state.hand_over(values(), step=0, again=values if is_lasting else None)
                 state.refill()
                 group.take_over()
                 progress.advance(task, group.slot_table.numel * torch.float32.itemsize)
+
+    def _values(self, group: FlatGroup) -> Mapping[Kind, torch.Tensor]:
+        return dict.fromkeys(group.weight_kinds, self.partition(group))
 
     @torch.no_grad()
     def partition(self, group: FlatGroup) -> torch.Tensor:
         """Return this rank's partition of a group, padded with zeros, fp32 [partition_numel] on the CPU.
 
-        A collective.
+        The values are rounded to the group's dtype if `are_rounded` says so. All ranks must call this.
         """
         partition = torch.zeros(group.slot_table.partition_numel, dtype=torch.float32)
         shards = {shard.slot: shard for shard in group.shards}
@@ -124,10 +141,10 @@ class InitialValues:
             shard = shards.get(slot)
             first, count, offset = (shard.partition_offset, shard.numel, shard.offset) if shard else (0, 0, 0)
             self._sources[parameter.index].fill(partition[first : first + count], offset)
-        return partition
+        return partition.to(group.dtype).float() if self._are_rounded else partition
 
     def whole(self, parameter: ModelParameter) -> torch.Tensor:
-        """Return all values of a parameter, flattened, fp32 on the CPU. A collective."""
+        """Return all values of a parameter, flattened, fp32 on the CPU. All ranks must call this."""
         values = torch.empty(parameter.shape.numel(), dtype=torch.float32)
         self._sources[parameter.index].fill(values, 0)
         return values
@@ -139,7 +156,7 @@ class InitialValues:
             ConfigError: a parameter has no values on rank 0, and another origin on another rank.
         """
         mine = torch.tensor([_origin(p.tensor) for p in parameters], dtype=torch.int64)
-        agreed = self._collectives.gather_rows(mine)[0].cpu()
+        agreed = self._collectives.gather_rows(mine)[0]
         differs = (agreed != mine) & (agreed != Origin.GIVEN)
         where = self._collectives.any_rank(differs.tolist())
         if any(where):
@@ -179,7 +196,7 @@ class InitialValues:
     def _compare_recipes(
         self, parameters: Sequence[ModelParameter], recorded: Mapping[int, torch.Tensor]
     ) -> frozenset[int]:
-        """Return the indexes of the parameters whose recipes differ between the ranks. A collective.
+        """Return the indexes of the parameters whose recipes differ between the ranks. All ranks must call this.
 
         A constructor may have initialised them on rank 0 alone, or have used further random numbers before.
         """
@@ -217,7 +234,7 @@ class InitialValues:
             self._load_buffer(name, stored)
 
     def _load_buffer(self, name: str, stored: FileTensor) -> None:
-        """Read a buffer from its file on rank 0, and broadcast it. A collective."""
+        """Read a buffer from its file on rank 0, and broadcast it. All ranks must call this."""
         buffer = self._model.get_buffer(name)
         values = torch.empty(buffer.numel(), dtype=buffer.dtype)
         if self._collectives.rank == 0:
@@ -250,6 +267,8 @@ class InitialValues:
 
 
 class _FromRank0:
+    is_lasting = False
+
     def __init__(self, parameter: ModelParameter, collectives: Collectives) -> None:
         self._parameter = parameter
         self._collectives = collectives
@@ -267,6 +286,8 @@ class _FromRank0:
 
 
 class _FromRecipe:
+    is_lasting = True
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
@@ -276,6 +297,8 @@ class _FromRecipe:
 
 
 class _FromRecipeOfRank0:
+    is_lasting = False
+
     def __init__(self, tensor: torch.Tensor, collectives: Collectives) -> None:
         self._tensor = tensor
         self._collectives = collectives
@@ -291,6 +314,8 @@ class _FromRecipeOfRank0:
 
 
 class _FromModule:
+    is_lasting = True
+
     def __init__(self, module_init: ModuleInit, parameter: ModelParameter) -> None:
         self._module_init = module_init
         self._fqn, _, self._name = parameter.fqn.rpartition(".")
@@ -302,6 +327,8 @@ class _FromModule:
 
 
 class _FromFile:
+    is_lasting = True
+
     def __init__(self, stored: FileTensor, dtype: torch.dtype) -> None:
         self._stored = stored
         self._dtype = dtype

@@ -1,7 +1,8 @@
-"""Reading weights from safetensors files by element ranges: each rank reads only the bytes of its own partitions.
+"""The reader of safetensors files by element ranges, so that each rank reads only the bytes of its own partitions.
 
 The format (https://github.com/huggingface/safetensors#format) is eight bytes with the length of the header, the header
-as JSON, and the tensors' bytes. Must never read a tensor that was not asked for, nor hold more than one piece of one.
+as JSON, and the tensors' bytes. This module must never read a tensor that the caller has not asked for, nor hold more
+than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from trainer_client.errors import ConfigError
 _INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
 
-# The number of bytes that are read at once.
+# The most bytes that are read at once.
 _PIECE_BYTES = 16 << 20
-# The reference implementation has the same limit.
+# The most bytes of a header. The reference implementation has the same limit.
 _MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {
@@ -47,10 +48,10 @@ class FileTensor:
 
     Attributes:
         path: the file.
-        name: the tensor's name in it.
-        dtype: its dtype.
-        shape: its shape.
-        first_byte: position of its first byte in the file.
+        name: the tensor's name in the file.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+        first_byte: the position of the tensor's first byte in the file.
     """
 
     path: Path
@@ -106,8 +107,8 @@ class Found:
     """The tensors in files that a model takes its values from.
 
     Attributes:
-        parameters: those of parameters, by the key that the caller has given to each.
-        buffers: those of buffers, by name.
+        parameters: the tensors of parameters, by the key that the caller has given to each parameter.
+        buffers: the tensors of buffers, by name.
     """
 
     parameters: Mapping[int, FileTensor]
@@ -140,10 +141,10 @@ class Weights:
         """Return the tensors that a model takes from the files.
 
         Args:
-            wanted: the tensors of the model's state with their names. A tied parameter has several names, and the
-                files need only one of them; if they have several, the last one counts.
+            wanted: the tensors of the model's state with their names. A tied parameter has several names, and the files
+                need only one of them; if they have several, the last one is used.
             keys: the key of each parameter, by the id of its tensor; the other tensors are buffers.
-            strict: whether a missing or an unexpected tensor is an error. A shape that does not fit always is one.
+            strict: whether a missing or an unexpected tensor is an error. A shape that does not fit is always an error.
 
         Raises:
             ConfigError: the files do not fit the model; the message lists every difference.
@@ -173,7 +174,7 @@ class Weights:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files, each with the names that the index lists for it; None: there is no index."""
+    """Return the files, each with the names that the index lists for it; with None if there is no index."""
     if path.is_file():
         return {path: None}
     index = path / _INDEX_NAME
@@ -217,7 +218,7 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _check_order(path: Path, tensors: Mapping[str, FileTensor], first_byte: int) -> None:
-    """Check that the tensors lie one after another, as the format asks. Raises ConfigError."""
+    """Check that the tensors lie one after another, as the format asks. It can raise ConfigError."""
     end = first_byte
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.first_byte, tensor.nbytes)):
         if tensor.first_byte != end:

@@ -1,7 +1,7 @@
 """Initial values of a model that was built on torch.device("meta"), made by the model's own functions.
 
-Such a model has no recipes, so its initialisation is run again for one module at a time. Must never give memory to more
-than one module's own tensors, nor take a value that no function has set.
+Such a model has no recipes, so its initialisation is run again for one module at a time. This module must never give
+memory to more than one module's own tensors, nor use a value that no function has set.
 
 [Note: which functions] Those that a plain construction runs: first `module.reset_parameters()`, which torch's layers
 have, then `_init_weights(module)` of the enclosing transformers model, which knows its layers and their buffers. If
@@ -41,7 +41,7 @@ class ModuleInit:
 
     @torch.no_grad()
     def tensors_of(self, fqn: str) -> Mapping[str, torch.Tensor]:
-        """Return the initial values of the parameters and buffers that a module itself has, by their names in it.
+        """Return the initial values of a module's own parameters and buffers, by their names in the module.
 
         They are on the CPU.
 

@@ -1,4 +1,4 @@
-"""The verb `paramserver launch`: its options, and the order in which a daemon and the ranks start and end."""
+"""The verb `paramserver launch`: its options, and the order in which the daemon and the ranks start and end."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def launch(
             log_dir=None if log_dir is None else str(log_dir),
             environment=threads | ({} if store is None else {ADDRESS_VARIABLE: store}),
         )
-        # This finds wrong options before a daemon is started.
+        # The command is made before a daemon is started, because this finds wrong options.
         command = ranks.command()
         if dry_run:
             _print_commands(own, command, ranks)
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _check_program(script: str, *, is_module: bool) -> None:
-    """Check that there is a script to run. Raises ConfigError for an option in its place, and for no file."""
+    """Check that there is a script to run. Raise ConfigError if it is an option, or if there is no such file."""
     if script.startswith("-"):
         option = script.partition("=")[0]
         instead = instead_of(option)
@@ -151,7 +151,7 @@ def _check_program(script: str, *, is_module: bool) -> None:
 
 
 def _ranks_of_node(ranks: int | None, of_all_nodes: int | None, nodes: int) -> int:
-    """Return the number of ranks on this node. Raises ConfigError."""
+    """Return the number of ranks on this node. It can raise ConfigError."""
     if of_all_nodes is None:
         return default_ranks() if ranks is None else ranks
     if ranks is not None and ranks * nodes != of_all_nodes:
@@ -175,7 +175,7 @@ def _run(own: OwnDaemon | None, address: str | None, ranks: Ranks) -> int:
 
 
 def _print_commands(own: OwnDaemon | None, command: list[str], ranks: Ranks) -> None:
-    """Print what would be run, as lines for a shell."""
+    """Print the commands that would be run, as lines for a shell."""
     if own is not None and own.is_serving():
         typer.echo(f"# A store daemon serves at {own.address}; it is used.")
     elif own is not None:

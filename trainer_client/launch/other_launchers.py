@@ -1,6 +1,6 @@
 """The options of DeepSpeed's and Accelerate's launchers that `paramserver launch` refuses, with what to write instead.
 
-Options of theirs that mean the same here are aliases in cli.py. Owns these texts.
+Options of those launchers that have the same meaning here are aliases in cli.py. This module owns these texts.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def instead_of(option: str) -> str | None:
-    """Return what to write instead of another launcher's option (`--hostfile`); None if it is not one of theirs."""
+    """Return what to write instead of another launcher's option (`--hostfile`); None for an unknown option."""
     return _INSTEAD.get(option.lstrip("-").replace("_", "-"))

@@ -1,6 +1,6 @@
-"""The ranks of this node: their number, how they meet those of other nodes, and their processes, which torchrun runs.
+"""The ranks of this node: their number, how they meet the ranks of other nodes, and their processes under torchrun.
 
-Must never start a store daemon; store.py does.
+This module must never start a store daemon; store.py does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TORCHRUN = "torch.distributed.run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """How the nodes of a job meet, as the options say.
+    """The way in which the nodes of a job meet, as the options give it.
 
     Attributes:
         nodes: number of nodes.
@@ -44,7 +44,7 @@ class Meeting:
         """Return the options of torchrun.
 
         Raises:
-            ConfigError: they do not say how the nodes meet, or say it twice.
+            ConfigError: the options do not say how the nodes meet, or say it twice.
         """
         if self.rdzv_endpoint is not None:
             if self.master_addr is not None or self.master_port is not None:
@@ -79,7 +79,7 @@ class Ranks:
 
     Attributes:
         ranks: number of processes on this node.
-        meeting: how they meet those of other nodes.
+        meeting: how the ranks meet those of other nodes.
         program: the script or module, and its arguments.
         is_module: whether the program is the name of a module.
         as_deepspeed: whether `import deepspeed` in the script imports this library.
@@ -98,7 +98,7 @@ class Ranks:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def torchrun_arguments(self) -> list[str]:
-        """Return the arguments of torchrun. Raises ConfigError; see Meeting."""
+        """Return the arguments of torchrun. It can raise ConfigError; see Meeting."""
         options = [*self.meeting.torchrun_options(), "--nproc-per-node", str(self.ranks)]
         if self.max_restarts:
             options += ["--max-restarts", str(self.max_restarts)]
@@ -120,10 +120,11 @@ class Ranks:
     def run(self) -> int:
         """Run the ranks until they end, and return the exit status of the job.
 
-        That is 0 if all ranks ended with 0, else the status of the rank that failed first; 128 + N where signal N
-        ended that rank, or this process. torchrun passes the signals that end this process on to the ranks.
+        That is 0 if all ranks ended with 0, else the status of the rank that failed first; 128 + N if signal N ended
+        that rank, or this process. torchrun passes the signals that end this process on to the ranks.
         """
-        # The launcher of torch is imported here, because it takes a second, which a wrong option need not wait for.
+        # torch's launcher is imported here and not at the top, because the import takes a second, and a user with a
+        # wrong option does not have to wait for it.
         from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import parse_args, run  # noqa: PLC0415
@@ -142,8 +143,8 @@ class Ranks:
 
 
 def default_ranks() -> int:
-    """Return the number of GPUs of this node, or 1 if it has none."""
-    return torch.cuda.device_count() or 1
+    """Return the number of GPUs of this node, or of its other accelerators, or 1 if it has none."""
+    return torch.accelerator.device_count() or 1
 
 
 def threads_for(ranks: int) -> int:

@@ -1,6 +1,6 @@
 """The store of a launch: a daemon that runs already, one that the launch starts, or one that the ranks start.
 
-Owns the choice. A daemon that was there before is never stopped.
+This module owns the choice. It must never stop a daemon that it did not start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
 from trainer_client.transport.credentials import Credentials
 
-# An operator's daemon that was started just before may still be checking its files.
+# The most seconds to wait for an operator's daemon, because a daemon that was started just before may still be checking
+# its files.
 _SERVING_SECONDS = 30.0
 _PROBE_SECONDS = 2.0
 
@@ -28,8 +29,8 @@ class OwnDaemon:
     """A daemon that the launch starts unless one serves at its socket.
 
     Attributes:
-        state_dir: its state directory.
-        address: the address of its socket.
+        state_dir: the daemon's state directory.
+        address: the address of the daemon's socket.
         options: the options of `paramserver serve`.
     """
 
@@ -69,7 +70,7 @@ class OwnDaemon:
 
     @contextmanager
     def running(self) -> Iterator[bool]:
-        """Start the daemon for a `with` block, unless one serves; yield whether it was started.
+        """Start the daemon for a `with` block, unless one serves already. Yield whether it was started.
 
         Raises:
             LocalDaemonError: the daemon cannot be started.

@@ -1,6 +1,6 @@
 """The training config that follows from a strategy's own config and from the arguments of Lightning's `Trainer`.
 
-Owns the rules how the two join. Must never import what trains.
+This module owns the rules how the two join. It must never import what trains.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _JOB_KEYS = {"job", "resume"}
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
 _PRECISIONS = ("bf16", "fp16", "torch_autocast")
+# Lightning adds gradients up in their parameter's dtype, as DDP does.
+_MIXED: Mapping[str, Any] = {"enabled": True, "lower_precision_safe_modules": []}
 # The sections of the config that each `precision` of the Trainer stands for.
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "32-true": {},
     "bf16-true": {"bf16": {"enabled": True}},
-    "bf16-mixed": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-    "16-mixed": {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+    "bf16-mixed": {"torch_autocast": {**_MIXED, "dtype": "bf16"}},
+    "16-mixed": {"torch_autocast": {**_MIXED, "dtype": "fp16"}},
 }
 
 

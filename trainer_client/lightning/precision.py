@@ -1,6 +1,6 @@
 """Lightning's calls for the backward pass, the clipping and the step, handed on to the engine.
 
-Must never change a dtype: the engine enters autocast around its forward, and casts parameters and inputs.
+This module must never change a dtype: the engine enters autocast around its forward, and casts parameters and inputs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class EnginePrecision(Precision):
         self._engine = engine
 
     def backward(self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch, by the module's own hook `backward` if it has one. A collective."""
+        """Run the backward pass of a micro-batch, by the module's own hook `backward` if it has one.
+
+        All ranks must call this.
+        """
         if is_overridden("backward", model):
             model.backward(self._engine.scale(tensor), *args, **kwargs)
         else:
             self._engine.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then make the step, unless `training_step` has returned None. A collective."""
+        """Run the closure, then make the step, unless `training_step` has returned None. All ranks must call this."""
         result = closure()
         self._after_closure(model, optimizer)
         if result is not None:
@@ -51,7 +54,7 @@ class EnginePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the gradient of the step under way. A collective."""
+        """Clip the gradient of the step under way. All ranks must call this."""
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

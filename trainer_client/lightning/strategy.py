@@ -1,7 +1,7 @@
 """`ParamserverStrategy`: Lightning's strategy for DDP, with an engine in the place of DistributedDataParallel.
 
-Launchers, process groups, samplers, loops, schedules and callbacks are Lightning's own. Owns the engine of the one
-model that is trained. Must never compute: the engine and Lightning do.
+Launchers, process groups, samplers, loops, schedules and callbacks are Lightning's own. This module owns the engine of
+the one model that is trained. It must never compute: the engine and Lightning do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_client import zero
+from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
@@ -85,7 +86,7 @@ class ParamserverStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained. Raises RuntimeError before `fit` has made it."""
+        """The engine of the model that is trained. It raises RuntimeError before `fit` has made it."""
         if self._engine is None:
             raise RuntimeError("ParamserverStrategy has no engine before trainer.fit() has set the model up")
         return self._engine
@@ -110,7 +111,7 @@ class ParamserverStrategy(DDPStrategy):
         os.environ["LOCAL_RANK"] = str(self.local_rank)
 
     def setup(self, trainer: Trainer) -> None:
-        """Make an engine of the model for `fit`, or use the one that is there. A collective.
+        """Make an engine of the model for `fit`, or use the one that is there. All ranks must call this.
 
         Without an engine, `validate`, `test` and `predict` compute with the plain model.
 
@@ -150,15 +151,15 @@ class ParamserverStrategy(DDPStrategy):
                 f"the plug-in {type(self.checkpoint_io).__name__} is not honoured by ParamserverStrategy: the store "
                 "keeps the steps of checkpoints; leave it out"
             )
-        ours = "cuda" if torch.cuda.is_available() else "cpu"
+        ours = configured_device_kind(self._config)
         if self.root_device.type != ours:
             raise ConfigError(
-                f"the Trainer uses {self.root_device.type}, and the engine {ours}: leave accelerator= out, or set "
-                "CUDA_VISIBLE_DEVICES to an empty string for both"
+                f"the Trainer uses {self.root_device.type}, and the engine {ours}: leave accelerator= out, or "
+                'set it to "cpu" and write "device": "cpu" into the section paramserver of the config'
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the engine of the model, and of what its `configure_optimizers` returns. A collective."""
+        """Make the engine of the model, and of what its `configure_optimizers` returns. All ranks must call this."""
         super().setup_optimizers(trainer)
         optimizer = self._own_optimizer()
         instance = trainer.fit_loop._data_source.instance
@@ -179,7 +180,7 @@ class ParamserverStrategy(DDPStrategy):
         self.optimizers = [store_optimizer]
 
     def _own_optimizer(self) -> Optimizer | None:
-        """Return the optimizer that the module has configured; None: that of the config counts.
+        """Return the optimizer that the module has configured; None if the config's optimizer is used.
 
         Raises:
             ConfigError: there are several, or none, or the config has one, too.
@@ -244,12 +245,12 @@ class ParamserverStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine loads a checkpoint, and `setup` makes it."""
+        """True, because the engine loads a checkpoint, and `setup` makes the engine."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: the engine loads the optimizer's states."""
+        """False, because the engine loads the optimizer's states."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -261,7 +262,9 @@ class ParamserverStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Keep the present step in the store, and write a manifest of it into the directory `filepath`. A collective.
+        """Keep the present step in the store, and write a manifest of it into the directory `filepath`.
+
+        All ranks must call this.
 
         Raises:
             ConfigError: `storage_options` were given.
@@ -276,7 +279,7 @@ class ParamserverStrategy(DDPStrategy):
         self._engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=state, save_latest=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a directory that `save_checkpoint` has written, or read a file of Lightning. A collective.
+        """Load a directory that `save_checkpoint` has written, or read a file of Lightning. All ranks must call this.
 
         Of a file, the weights are loaded later by `load_model_state_dict`, and the optimizer's states are not.
 
@@ -306,7 +309,10 @@ class ParamserverStrategy(DDPStrategy):
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a file of Lightning. A collective. `load_checkpoint` has loaded those of a directory."""
+        """Load the weights of a file of Lightning. All ranks must call this.
+
+        `load_checkpoint` has loaded those of a directory.
+        """
         if "state_dict" not in checkpoint:
             return
         if self._engine is None:
@@ -336,7 +342,10 @@ class ParamserverStrategy(DDPStrategy):
         self.accelerator.teardown()
 
     def close(self) -> None:
-        """Close the engine, as `Engine.close` does. A collective. Idempotent. The model has no values afterwards."""
+        """Close the engine, as `Engine.close` does. All ranks must call this. Idempotent.
+
+        The model has no values afterwards.
+        """
         atexit.unregister(self.close)
         if self._engine is not None:
             self._engine.close()

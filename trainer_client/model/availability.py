@@ -1,8 +1,8 @@
 """The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
 
-Owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the dtype mean
-something, and `ds_persist`, which is always False, because no parameter stays whole for its size alone. Nothing of this
-library reads them.
+This module owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the
+dtype mean something, and `ds_persist`, which is always False, because no parameter stays whole for its size alone.
+Nothing of this library reads them.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
 of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs

@@ -1,4 +1,4 @@
-"""The dtype of a model's buffers. Owns nothing; must never change a buffer that is not floating-point."""
+"""The dtype of a model's buffers. This module owns nothing; must never change a buffer that is not floating-point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 @torch.no_grad()
 def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give all floating-point buffers of a model a dtype; None: they keep theirs.
+    """Give all floating-point buffers of a model a dtype, unless `dtype` is None.
 
     Modules that share a buffer share its copy, too. Integer, boolean and complex buffers stay as they are.
     """

@@ -1,6 +1,7 @@
 """Flat groups: the flat buffers in which the gathered parameters of units lie, and their names in the store.
 
-Owns the flat buffers and the parameters' `.data`. Must never know where a partition comes from, nor when it is needed.
+This module owns the flat buffers and the parameters' `.data`. It must never know where a partition comes from, nor when
+it is needed.
 
 [Note: released parameters] A flat buffer frees its memory and is refilled in place (see flat_memory.py). Tensors that
 autograd saved from the parameters (F.linear saves a view of its weight) share the storage, so they have the right
@@ -158,7 +159,7 @@ class FlatGroup:
         return self.slot_table.shards_of(rank)
 
     def slab(self, kind: Kind, rank: int | None = None) -> SlabName:
-        """Return the name of the slab with one kind of a rank's partition; None: this rank's."""
+        """Return the name of the slab with one kind of a rank's partition, by default this rank's."""
         return SlabName(group=self.name if rank is None else self.name_of(rank), kind=kind)
 
     def to_proto(self, placement: GroupPlacement) -> pb.ShardGroup:
@@ -230,7 +231,7 @@ class FlatGroup:
     def map_partition(self, rank: int, leased: LeasedBytes) -> bool:
         """Map a rank's leased partition to its place in the flat buffer, instead of copying it.
 
-        Call this after `allocate`. The lease has to be held until `free` or `copy_mapped`. Returns False if the
+        Call this after `allocate`. The lease has to be held until `free` or `copy_mapped`. Return False if the
         partition cannot be mapped, so that the caller has to copy it.
         """
         first, last = self.slot_table.partition_range(rank)

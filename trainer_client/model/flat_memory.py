@@ -57,6 +57,9 @@ class FlatMemory:
         return self._is_allocated
 
     def allocate(self) -> None:
+        """Take the memory; do nothing if it is there, because a GPU's storage would take other memory, and copy."""
+        if self._is_allocated:
+            return
         self._is_allocated = True
         if self._pages is None:
             self.tensor.untyped_storage().resize_(self._nbytes)
@@ -64,7 +67,7 @@ class FlatMemory:
     def map_range(self, offset: int, nbytes: int, source: FileRange) -> bool:
         """Map `nbytes` of `source` at byte `offset` of the buffer, until `free` or `copy_mapped`.
 
-        Returns False if that is not possible, because the buffer has no pages of its own, or because the bytes do not
+        Return False if that is not possible, because the buffer has no pages of its own, or because the bytes do not
         fill whole pages of the buffer and of the file.
         """
         whole = offset + nbytes == self._nbytes or nbytes % mmap.PAGESIZE == 0

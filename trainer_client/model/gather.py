@@ -1,7 +1,7 @@
 """The two ways to gather a unit's parameters: an all-gather of the ranks' partitions, or reading all in the store.
 
-A gather is split into start and finish. Owns nothing between two gathers, and no lease. Must never decide when to
-gather, because step/hooks.py does.
+A gather is split into start and finish. This module owns nothing between two gathers, and no lease. It must never
+decide when to gather, because step/hooks.py does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from paramserver.contract.kinds import PARAM
+from trainer_client.lanes.lanes import WHOLE, Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.ranks.lockstep import Lockstep
@@ -34,10 +35,10 @@ class Gather(Protocol):
         """Return the total bytes of the slabs that `start` leases."""
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
-        """Request the leases, and return their future; None if there is nothing to lease. Does not wait."""
+        """Request the leases, and return their future; None if there is nothing to lease. It does not wait."""
 
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
-        """Fill the flat buffers with the leased bytes.
+        """Fill the flat buffers with the leased bytes; on an accelerator, begin to do so, see Lanes.
 
         Args:
             groups: the groups of the unit.
@@ -46,7 +47,7 @@ class Gather(Protocol):
 
         Returns:
             The leases whose bytes are mapped, which have to be held until the groups are freed or have copied them. The
-            other leases can be released at once.
+            other leases can be released as soon as the copies that were begun are done.
         """
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
@@ -56,14 +57,15 @@ class Gather(Protocol):
 class CollectiveGather:
     """A gather by an all-gather of the ranks' partitions. Each rank leases its own partition, or has it on its device.
 
-    A collective.
+    All ranks must call this.
     """
 
     is_one_sided = False
 
-    def __init__(self, store: RankStore, collectives: Collectives) -> None:
+    def __init__(self, store: RankStore, collectives: Collectives, lanes: Lanes) -> None:
         self._store = store
         self._collectives = collectives
+        self._lanes = lanes
         self._lockstep = Lockstep(collectives)
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[SlabName]:
@@ -85,9 +87,12 @@ class CollectiveGather:
         self._lockstep.confirm(unit)
         fetched = iter(leases)
         for group in groups:
-            partition = next(fetched).data.view(group.dtype) if group.partition is None else group.partition
+            leased = next(fetched) if group.partition is None else None
+            source, pieces = (group.partition, WHOLE) if leased is None else (leased.data, leased.pieces())
+            assert source is not None, "a partition is leased, or on the device"
             group.allocate()
-            self._collectives.gather_unit(group.flat, partition, f"the gather of {unit}")
+            with self._lanes.gathering(group.flat, group.start, group.stop, source, pieces) as (whole, partition):
+                self._collectives.gather_unit(whole, partition, f"the gather of {unit}")
         return []
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
@@ -106,9 +111,10 @@ class OneSidedGather:
 
     is_one_sided = True
 
-    def __init__(self, store: RankStore, world_size: int) -> None:
+    def __init__(self, store: RankStore, world_size: int, lanes: Lanes) -> None:
         self._store = store
         self._world_size = world_size
+        self._lanes = lanes
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[SlabName]:
         return [group.slab(PARAM, rank) for group in groups for rank in range(self._world_size)]
@@ -131,10 +137,7 @@ class OneSidedGather:
                     mapped.append(leased)
                     continue
                 first, last = group.slot_table.partition_range(rank)
-                group.flat[first:last].copy_(leased.data.view(group.dtype), non_blocking=True)
-            if group.flat.is_cuda:
-                # The caller releases the leases next, so the device must have finished reading from them.
-                torch.cuda.current_stream(group.device).synchronize()
+                self._lanes.copy_in(group.flat[first:last], leased.data, leased.pieces())
         return mapped
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """The leaves of a model: modules whose parameters the user wants gathered together, as DeepSpeed's stage 3 does.
 
-Owns the mark of a leaf, and the ways in which leaves are chosen: by class, by name, by the end of the name. Must never
-choose units: unit_policy.py makes units of the leaves.
+This module owns the mark of a leaf, and the ways in which leaves are chosen: by class, by name, by the end of the name.
+It must never choose units: unit_policy.py makes units of the leaves.
 """
 
 from __future__ import annotations

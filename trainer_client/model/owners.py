@@ -1,6 +1,6 @@
 """The engine to which a parameter belongs, for functions that get a parameter and no engine.
 
-Owns the mark on each parameter. Must never keep an engine alive: the mark is a weak reference.
+This module owns the mark on each parameter. It must never keep an engine alive: the mark is a weak reference.
 """
 
 from __future__ import annotations

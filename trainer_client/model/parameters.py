@@ -1,4 +1,4 @@
-"""The list of a model's parameters. Owns the rule which parameters the store can hold."""
+"""The list of a model's parameters. This module owns the rule which parameters the store can hold."""
 
 from __future__ import annotations
 

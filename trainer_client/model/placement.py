@@ -1,6 +1,7 @@
 """The placement of each flat group's state: the policy that the config asks for, and its assignment to groups.
 
-Pure functions of the config and of sizes, so every rank computes the same assignment. Must never move a byte.
+Pure functions of the config and of sizes, so every rank computes the same assignment. This module must never move a
+byte.
 
 [Note: three kinds of state] *Parameters* are what forward and backward compute with. *Gradients* are this rank's
 reduced part between two micro-batches. *Optimizer* means the optimizer's states and the fp32 master weight. An fp32

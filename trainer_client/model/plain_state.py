@@ -1,7 +1,7 @@
 """What a model's files have besides the tensors of the store: further names of tied parameters, buffers, adapters.
 
-Each commit carries it in its client state, so that a step can be exported from the store alone. Must never keep a copy
-of a buffer: each commit has the values of its own moment.
+Each commit carries it in its client state, so that a step can be exported from the store alone. This module must never
+keep a copy of a buffer: each commit has the values of its own moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which parameters' gradients are added up over the ranks in the dtype of autocast.
 
-Owns the mark of such a parameter. It has the name that DeepSpeed's mark has, so that a script finds it there. Must
-never change a value: step/gradients.py reduces.
+This module owns the mark of such a parameter. The mark has the name that DeepSpeed's mark has, so that a script finds
+it there. This module must never change a value: step/gradients.py reduces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mark_reduction_dtypes(model: nn.Module, dtype: torch.dtype | None, classes: 
 
 
 def marked_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which a parameter's gradient is added up over the ranks; None: it has no mark."""
+    """Return the dtype in which a parameter's gradient is added up over the ranks; None if it has no mark."""
     return getattr(parameter, MARK, None)
 
 

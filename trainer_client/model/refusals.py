@@ -1,11 +1,13 @@
 """The model's own calls that would not reach the store, and are refused: they read and set stale tensors.
 
-Owns the hooks on the model that refuse. Must never read or change a parameter, except for copies of gathered ones.
+This module owns the hooks on the model that refuse. It must never read or change a parameter, except for copies of
+gathered ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,15 +26,33 @@ class ModelRefusals:
     def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
         """Refuse `load_state_dict` and, if parameters are sharded, `state_dict`, until `remove`."""
         self.allows_load = False
+        self._allows_empty = False
         self._handles = [module.register_load_state_dict_pre_hook(self._refuse_load)]
         if is_sharded:
-            self._handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+            self._handles.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
             self._handles.append(module.register_state_dict_post_hook(_copy_gathered))
 
     def remove(self) -> None:
         """Refuse nothing from now on."""
         for handle in self._handles:
             handle.remove()
+
+    @contextmanager
+    def allow_empty(self) -> Iterator[None]:
+        """Let the model's `state_dict` be called within the context although parameters are released."""
+        self._allows_empty = True
+        try:
+            yield
+        finally:
+            self._allows_empty = False
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse `module.state_dict()`, because the weights are in the store, unless all of them are gathered."""
+        if not self._allows_empty and has_released(module):
+            raise RuntimeError(
+                "the model's weights are in the store: call engine.full_state_dict() instead of state_dict(), or call "
+                "it within gathered() of all parameters"
+            )
 
     def _refuse_load(self, module: nn.Module, *_: Any) -> None:
         """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store."""
@@ -43,13 +63,21 @@ class ModelRefusals:
             )
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse `module.state_dict()`, because the weights are in the store, unless all of them are gathered."""
-    if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
-        raise RuntimeError(
-            "the model's weights are in the store: call engine.full_state_dict() instead of state_dict(), or call it "
-            "within gathered() of all parameters"
-        )
+def has_released(module: nn.Module) -> bool:
+    """Return whether some parameters of a module have no values at the moment."""
+    return any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters())
+
+
+def without_released(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of variables as one of tensors, in which a released parameter has no elements."""
+    return {
+        name: torch.empty(0, dtype=value.dtype, device=value.device)
+        if isinstance(value, ReleasedParameter)
+        else value.detach().clone()
+        if isinstance(value, nn.Parameter)
+        else value
+        for name, value in state_dict.items()
+    }
 
 
 def _copy_gathered(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:

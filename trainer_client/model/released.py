@@ -1,7 +1,7 @@
 """Released parameters: they keep shape and dtype but have no values, and a function that needs the values is noticed.
 
-Owns the behaviour of a released parameter as an argument of torch's functions. Must never let its values be read as if
-it had some.
+This module owns the behaviour of a released parameter as an argument of torch's functions. It must never let its values
+be read as if it had some.
 
 [Note: the class of a released parameter] torch calls `__torch_function__` of an argument's class. A parameter therefore
 has the class `ReleasedParameter` while it is released, and its own class while it is gathered, so that it costs nothing

@@ -1,13 +1,14 @@
 """This rank's partition of each kind of state of a flat group, in the store or on the device.
 
 Initial values, access between two steps and a resume in another layout read and write partitions here. A training step
-uses only those that live on the device. Owns these tensors, and the knowledge which of them are newer than the store's.
+uses only those that live on the device. This module owns these tensors, and the knowledge which of them are newer than
+the store's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -41,14 +42,23 @@ class GroupStates(Protocol):
     def read(self, kind: Kind) -> torch.Tensor:
         """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`."""
 
-    def hand_over(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
+    def hand_over(
+        self,
+        values: Mapping[Kind, torch.Tensor],
+        step: int,
+        again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
+    ) -> None:
         """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converting the dtype.
 
-        A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards.
+        A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards. For `again`
+        see `RankStore.put`.
         """
 
     def refill(self) -> None:
-        """Gather the other ranks' partitions into what this rank keeps of them, after `hand_over`. A collective."""
+        """Gather the other ranks' partitions into what this rank keeps of them, after `hand_over`.
+
+        All ranks must call this.
+        """
 
 
 class PlacedStates:
@@ -93,11 +103,16 @@ class PlacedStates:
         return self._read_stored(kind)
 
     @torch.no_grad()
-    def hand_over(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
+    def hand_over(
+        self,
+        values: Mapping[Kind, torch.Tensor],
+        step: int,
+        again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
+    ) -> None:
         for kind in self.held.keys() & values.keys():
             self.held[kind][self._own].copy_(values[kind])
             self._newer.pop(kind, None)
-        self._write(values, step)
+        self._store.put(self._named(values), step, None if again is None else lambda: self._named(again()))
 
     def refill(self) -> None:
         residence = self.placement.residence
@@ -114,7 +129,7 @@ class PlacedStates:
             tensor[self._own].copy_(self._read_stored(kind))
 
     def start_load_parameters(self) -> None:
-        """Request the updated parameters, if they live on the device and the store updates them. Does not wait.
+        """Request the updated parameters, if they live on the device and the store updates them. It does not wait.
 
         Idempotent until `load_parameters` or `release_parameter_leases`.
         """
@@ -127,7 +142,9 @@ class PlacedStates:
         pending, self._loading = self._loading, None
         if pending is not None and self.group.partition is not None:
             with self._store.holding(pending) as (leased,):
-                self.group.partition.copy_(leased.data.view(self.group.dtype))
+                target = self.group.partition.view(torch.uint8)
+                for piece in leased.pieces():
+                    target[piece].copy_(leased.data[piece])
 
     def release_parameter_leases(self) -> None:
         """Release the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
@@ -148,18 +165,16 @@ class PlacedStates:
         """Hand over the kinds whose values here are newer than the store's as the version of `step`."""
         newer, self._newer = self._newer, {}
         if newer:
-            self._write(newer, step)
+            self._store.put(self._named(newer), step)
 
     def _read_stored(self, kind: Kind) -> torch.Tensor:
         with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):
             values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
         return values
 
-    def _write(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
+    def _named(self, values: Mapping[Kind, torch.Tensor]) -> Sequence[Value]:
         dtype_of, slab = self.group.dtype_of, self.group.slab
-        self._store.put(
-            [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()], step
-        )
+        return [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()]
 
 
 def placement_bytes(states: Iterable[Placed]) -> dict[str, dict[str, int]]:

@@ -111,7 +111,8 @@ def find_units(
     """Return the root unit and then those that `policy` chooses, in the model's order.
 
     A module that is marked as a leaf replaces the units within it that `policy` chooses. Within a unit it changes
-    nothing, because the unit is gathered as a whole anyway.
+    nothing, because the unit is gathered as a whole anyway. A container without a forward, such as a ModuleList, stands
+    for the modules in it.
 
     A parameter that the model holds in one unit only belongs to that unit. All others belong to the root: those outside
     of the units, and those that are tied between units or between a unit and the rest of the model.
@@ -145,13 +146,22 @@ def _with_leaves(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     def outermost(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             if is_leaf(child) and next(child.parameters(), None) is not None:
-                yield child
+                yield from _with_forward(child)
             elif child not in chosen:
                 yield from outermost(child)
 
     leaves = set(outermost(model))
     replaced = {module for leaf in leaves for module in leaf.modules()}
     return (chosen - replaced) | leaves
+
+
+def _with_forward(leaf: nn.Module) -> Iterator[nn.Module]:
+    """Yield a leaf, or the modules in it if it is a container: no forward of a container says when it is used."""
+    if isinstance(leaf, _CONTAINERS):
+        for child in leaf.children():
+            yield from _with_forward(child)
+    elif next(leaf.parameters(), None) is not None:
+        yield leaf
 
 
 def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Module]:

@@ -1,6 +1,6 @@
 """Units: the parameters that are gathered and released together.
 
-Owns each unit's state. Must never decide when to gather, because step/hooks.py does.
+This module owns each unit's state. It must never decide when to gather, because step/hooks.py does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import enum
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
@@ -72,6 +74,7 @@ class Unit:
         groups: Iterable[FlatGroup],
         gather: Gather,
         store: RankStore,
+        lanes: Lanes,
         residence: Residence,
         transient_host_bytes: int,
     ) -> None:
@@ -82,6 +85,7 @@ class Unit:
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
+        self._lanes = lanes
         self.transient_host_bytes = transient_host_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
         # The leases that the unit holds: all of them while a gather ends, and afterwards only those of mapped bytes,
@@ -119,7 +123,7 @@ class Unit:
         return self._gather.slabs(self.groups)
 
     def start_gather(self, position: int) -> None:
-        """Request leases on the parameters, if the unit is SHARDED. Does not wait."""
+        """Request leases on the parameters, if the unit is SHARDED. It does not wait."""
         if self.state is not UnitState.SHARDED:
             return
         with self._gathering():
@@ -143,7 +147,7 @@ class Unit:
     def wait_gather(self, next_use: int | None, *, may_map: bool = False) -> GatherCost:
         """Finish a gather, or make the parameters usable again after `release_parameters`. Return what that cost.
 
-        A collective, unless gathers are one-sided.
+        All ranks must call this, unless gathers are one-sided.
 
         Args:
             next_use: the position at which the unit is needed again, which the store gets with the released leases.
@@ -164,7 +168,8 @@ class Unit:
             leases, self._leases = self._leases, []
             # The memory is freed before the leases are released, because leased bytes may be mapped in it.
             self.release()
-            self._store.release_quietly(leases)
+            # Copies that have begun may still read the leased bytes.
+            self._lanes.after_copies_in(partial(self._store.release_quietly, leases))
             self._gather.abandon(self.groups, error)
             raise
 
@@ -177,17 +182,26 @@ class Unit:
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()
         pending, self._pending = self._pending, None
-        self._leases = pending.wait() if pending else []
+        self._leases = self._wait_for(pending) if pending else []
         self._next_use = next_use
         mapped = self._gather.finish(self.groups, self._leases, may_map=may_map)
         kept = {leased.lease_id for leased in mapped}
         copied = [leased for leased in self._leases if leased.lease_id not in kept]
-        self._release_leases(copied)
+        if copied:
+            self._lanes.after_copies_in(partial(self._release_leases, copied, next_use))
         self._leases = mapped
         self.state = UnitState.GATHERED
         self._copied = bool(copied)
+        self._lanes.poll()
         waited = pending.waited_seconds if pending else 0.0
         return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
+
+    def _wait_for(self, pending: Pending[list[LeasedBytes]]) -> list[LeasedBytes]:
+        """Wait for the leases of a gather, and return them."""
+        if not pending.is_answered:
+            # The store may have no room for them while this rank holds the leases of copied units.
+            self._lanes.finish_copies_in()
+        return pending.wait()
 
     @property
     def is_held(self) -> bool:
@@ -196,8 +210,8 @@ class Unit:
     def hold(self) -> None:
         """Gather the parameters and keep them gathered until `release_hold` was called as often.
 
-        A collective, as a gather.
-        Mapped parameters are copied, because a user may hold more of them than fit into the store's host memory.
+        All ranks must call this, unless gathers are one-sided. Mapped parameters are copied, because a user may hold
+        more of them than fit into the store's host memory.
         """
         if not self.is_held:
             self._release_owed = self.state is not UnitState.GATHERED
@@ -266,9 +280,9 @@ class Unit:
 
     def _release_all_leases(self) -> None:
         leases, self._leases = self._leases, []
-        self._release_leases(leases)
+        self._release_leases(leases, self._next_use)
 
-    def _release_leases(self, leases: list[LeasedBytes]) -> None:
+    def _release_leases(self, leases: list[LeasedBytes], next_use: int | None) -> None:
         """Release leases whose bytes this rank has used.
 
         Raises:
@@ -276,4 +290,4 @@ class Unit:
         """
         if leases:
             check(leases)
-            self._store.release(leases, self._next_use)
+            self._store.release(leases, next_use)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from trainer_client.ops.arguments import check_arguments
+from trainer_client.ops.arguments import check_arguments, note_state_dtype
 from trainer_client.optimizers.torch_optimizer import runs_as
 
 __all__ = ["DeepSpeedCPUAdagrad"]
@@ -17,7 +17,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
     Args:
         amsgrad: only False is honoured.
-        fp32_optimizer_states: only True is honoured.
+        fp32_optimizer_states: has no effect, because the store keeps all states in fp32.
 
     Raises:
         ConfigError: an argument is not honoured.
@@ -32,5 +32,6 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_arguments("DeepSpeedCPUAdagrad", amsgrad=amsgrad, fp32_optimizer_states=fp32_optimizer_states)
+        check_arguments("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
+        note_state_dtype("DeepSpeedCPUAdagrad", fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from trainer_client.ops.arguments import check_arguments
+from trainer_client.ops.arguments import check_arguments, note_state_dtype
 from trainer_client.optimizers.torch_optimizer import runs_as
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
@@ -51,7 +51,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         bias_correction: only True is honoured.
         amsgrad: only False is honoured.
         adamw_mode: whether the weight decay is decoupled, as in AdamW.
-        fp32_optimizer_states: only True is honoured.
+        fp32_optimizer_states: has no effect, because the store keeps all states in fp32.
 
     Raises:
         ConfigError: an argument is not honoured.
@@ -69,12 +69,8 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_arguments(
-            "DeepSpeedCPUAdam",
-            bias_correction=bias_correction,
-            amsgrad=amsgrad,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        check_arguments("DeepSpeedCPUAdam", bias_correction=bias_correction, amsgrad=amsgrad)
+        note_state_dtype("DeepSpeedCPUAdam", fp32_optimizer_states)
         super().__init__(
             model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adamw_mode
         )

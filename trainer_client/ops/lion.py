@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from trainer_client.ops.arguments import check_arguments
+from trainer_client.ops.arguments import note_state_dtype
 from trainer_client.optimizers.lion import Lion
 from trainer_client.optimizers.torch_optimizer import runs_as
 
@@ -37,7 +37,7 @@ class DeepSpeedCPULion(Lion):
 
     Args:
         lr, betas: DeepSpeed's defaults are not those of the paper.
-        fp32_optimizer_states: only True is honoured.
+        fp32_optimizer_states: has no effect, because the store keeps all states in fp32.
 
     Raises:
         ConfigError: an argument is not honoured.
@@ -51,5 +51,5 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_arguments("DeepSpeedCPULion", fp32_optimizer_states=fp32_optimizer_states)
+        note_state_dtype("DeepSpeedCPULion", fp32_optimizer_states)
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)

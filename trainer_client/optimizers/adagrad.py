@@ -48,7 +48,7 @@ def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: in
             lr_decay=float(group["lr_decay"]),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
-            # torch takes this value from the optimizer's defaults and ignores a group's own value.
+            # The value is taken from the optimizer's defaults, because torch does so and ignores a group's own value.
             initial_accumulator_value=float(defaults["initial_accumulator_value"]),
             update_count=update_count,
         )

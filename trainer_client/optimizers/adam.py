@@ -19,8 +19,8 @@ from trainer_client.optimizers.torch_optimizer import (
 )
 from trainer_client.standing import Refused
 
-# The kernel divides the moments by 1 - beta ** count. With this count, which a float has exactly, that is 1 for every
-# beta below 1 - 2**-46.
+# The kernel divides the moments by 1 - beta ** count. With this count, which a float represents exactly, the divisor is
+# 1 for every beta below 1 - 2**-46.
 _UNCORRECTED = 2**52
 
 
@@ -31,7 +31,7 @@ class AdamArgumentsSection(TorchArgumentsSection):
     `weight_decay` depends on this key as in DeepSpeed.
 
     Attributes:
-        always_decoupled: whether the weight decay is decoupled whatever `adam_w_mode` says.
+        always_decoupled: whether the weight decay is decoupled even if `adam_w_mode` is false.
     """
 
     always_decoupled: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class AdamArgumentsSection(TorchArgumentsSection):
     @model_validator(mode="before")
     @classmethod
     def _default_of_torch(cls, value: Any) -> Any:
-        """Add the default weight decay of torch.optim.AdamW where DeepSpeed would make one without that argument."""
+        """Add the default weight decay of torch.optim.AdamW if DeepSpeed would make an AdamW without that argument."""
         if not isinstance(value, Mapping) or not value.get("torch_adam"):
             return value
         is_decoupled = cls.always_decoupled or value.get("adam_w_mode", True)
@@ -95,8 +95,8 @@ class AdamOptimizer(OptimizerSection):
 def to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> HyperParameters:
     """Return the row of a group of torch's Adam or AdamW.
 
-    `decoupled_weight_decay` says which of them it is. A group whose `bias_correction` is false, as those of DeepSpeed's
-    classes may be, has the count of an update at which nothing is left to be corrected.
+    The group's `decoupled_weight_decay` tells AdamW from Adam. If the group's `bias_correction` is false, which
+    DeepSpeed's classes allow, the row has the count _UNCORRECTED, with which the kernel corrects nothing.
     """
     beta1, beta2 = group["betas"]
     if not group.get("bias_correction", True):

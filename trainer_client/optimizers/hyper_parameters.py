@@ -1,6 +1,6 @@
 """The conversion of parameter groups to rows of hyper-parameters, which go to the store with each step's gradients.
 
-Must never change a group, because the groups belong to the user and to torch's schedulers.
+This module must never change a group, because the groups belong to the user and to torch's schedulers.
 """
 
 from __future__ import annotations

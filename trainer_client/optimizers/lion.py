@@ -29,7 +29,8 @@ class Lion(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups.
-        lr: the paper advises a rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
+        lr: the learning rate. The paper advises a rate 3 to 10 times smaller than AdamW's, and a weight decay larger by
+            the same factor.
         betas: the decay that interpolates the moment for the step, and the decay of the moment itself.
 
     Raises:
@@ -58,7 +59,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Return the closure's loss, or None without a closure."""
+        """Update every parameter that has a gradient. Return the closure's loss, or None if there is no closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

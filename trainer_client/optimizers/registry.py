@@ -1,7 +1,7 @@
 """The optimizers of a training loop that the store runs, and the reasons why it refuses others.
 
-To add an optimizer, add a module with its record to this folder and an entry to the tuple below; its other half goes
-into paramserver/contract/optimizers/registry.py.
+To add an optimizer, add a module with its record to this folder and an entry to the tuple below; the record of its
+arithmetic goes into paramserver/contract/optimizers/registry.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 else:
     AnyOptimizerSection = reduce(or_, (record.section for record in OPTIMIZERS.values()))
 
-# The records by all names that the config may write, in lower case, because DeepSpeed does not look at the case.
+# The records by all names that a config can have, in lower case, because DeepSpeed ignores the case.
 _BY_NAME = {name.lower(): record for record in _RECORDS for name in (record.name, *record.other_names)}
 
-# These names are in lower case and without the prefix "fused". Most of these classes are not installed.
+# Optimizers that are not elementwise, by their names in lower case without the prefix "fused". These are names and not
+# classes, because most of the classes are not installed.
 _NOT_ELEMENTWISE = frozenset(
     {"adafactor", "adamuon", "galore", "lamb", "lars", "lbfgs", "lion8bit", "muon", "onebitlamb", "shampoo", "soap"}
     | {"sparseadam"}

@@ -52,8 +52,9 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
 
 def _find_problem(group: ParameterGroup) -> str | None:
     if group.get("dampening") and not group["momentum"]:
-        # torch makes the momentum buffer at the first update with a momentum, and the store at the parameter's first
-        # update. With a dampening, the two buffers would begin with different values.
+        # This group is refused because a scheduler may raise the momentum later. torch makes the momentum buffer at the
+        # first update that has a momentum, and the store makes it at the parameter's first update. With a dampening,
+        # the two buffers would then begin with different values.
         return f"has dampening {group['dampening']} and no momentum, without which it has no effect: set it to 0"
     return None
 

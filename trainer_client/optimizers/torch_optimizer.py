@@ -1,6 +1,7 @@
 """The record of an optimizer for the trainer: its class, its section of the config, and the conversion of its groups.
 
-The keys of a section have the names and defaults of DeepSpeed's class where DeepSpeed has one, else of torch's class.
+If DeepSpeed has a class for the optimizer, the keys of the section have the names and defaults of that class, otherwise
+those of torch's class.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _KERNEL = "the store always runs its own kernel, which gives the bits of torch's
 _NOT_IN_KERNEL = "the store's kernel does not have it"
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
-# The classes that compute what another class computes, and the other class.
+# For each class that `runs_as` has declared, the class whose update it computes.
 _RUNS_AS: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
 
 
 def runs_as(base: type[torch.optim.Optimizer]) -> Callable[[type[_Optimizer]], type[_Optimizer]]:
     """Return a decorator for a subclass of `base` that only takes other arguments, so that the store runs it as `base`.
 
-    A subclass of the decorated class counts as another optimizer.
+    A subclass of the decorated class is treated as another optimizer.
     """
 
     def declare(cls: type[_Optimizer]) -> type[_Optimizer]:
@@ -41,7 +42,7 @@ def runs_as(base: type[torch.optim.Optimizer]) -> Callable[[type[_Optimizer]], t
 
 
 def class_that_runs(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class whose update an optimizer computes: its own, unless `runs_as` says another one."""
+    """Return the class whose update an optimizer computes: its own class, unless `runs_as` has declared another one."""
     return _RUNS_AS.get(type(optimizer), type(optimizer))
 
 
@@ -53,11 +54,7 @@ class ArgumentsSection(Section):
     ] = True
     fp32_optimizer_states: Annotated[
         bool,
-        Refused(
-            why="optimizer states are always fp32 in the store",
-            instead="set it to true; to have room, offload the optimizer",
-            unless=bool,
-        ),
+        WithoutEffect(why="optimizer states are always fp32 in the store"),
         Field(description="keep optimizer states in fp32"),
     ] = True
     max_grad_norm: Annotated[
@@ -80,7 +77,7 @@ class ArgumentsSection(Section):
 
 
 class TorchArgumentsSection(ArgumentsSection):
-    """The hyper-parameters of an optimizer of torch, which has flags in addition."""
+    """The hyper-parameters of one of torch's optimizers, whose classes also have flags such as `foreach`."""
 
     fused: Annotated[bool | None, WithoutEffect(why=_KERNEL), Field(description="torch's fused kernel")] = None
     foreach: Annotated[bool | None, WithoutEffect(why=_KERNEL), Field(description="torch's foreach kernel")] = None
@@ -123,7 +120,7 @@ class TorchOptimizer:
     """An optimizer of a training loop that the store runs.
 
     Attributes:
-        torch_class: the exact class. A subclass counts as another optimizer, because it may compute something else.
+        torch_class: the exact class. A subclass is treated as another optimizer, because it may compute something else.
         section: the class of the config's section `optimizer`.
         to_row: returns the hyper-parameters of one update of a parameter. Its arguments are the parameter's group, the
             optimizer's defaults, and the number of the parameter's updates including this one.

@@ -1,4 +1,4 @@
-"""The verb `paramserver plan`: its options, what is measured for it, and its result."""
+"""The verb `paramserver plan`: its options, its measurements and its result."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from torch import nn
 from paramserver.contract.printable import printable
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
+from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.layout import World
 from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here
+from trainer_client.plan.memory import RANK_BYTES
 from trainer_client.plan.model import build, find_builder
 from trainer_client.plan.overhead import probe_overhead, small_config
 from trainer_client.plan.plan import Job, Plan, best_placement, plan, smallest_change
@@ -42,7 +44,8 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
     },
 }
 _DEFAULT_TOKENS = 2048
-# A rank that is not probed copies and updates so much in a second (two server processors of 2020 and later).
+# Without a probe, the bytes that a rank is assumed to copy in a second, and the elements that it updates. They suit two
+# server processors of 2020 and later.
 _COPY, _UPDATE = 10e9, 300e6
 
 # Keys about a daemon that an operator runs.
@@ -75,7 +78,7 @@ def plan_job(
             help="MODULE:CALLABLE of (samples, tokens) that returns the arguments of forward. [input_ids, labels]"
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [cuda if this machine has it]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [as paramserver.device says here]")] = None,
     hbm: Annotated[str | None, typer.Option(help="Memory of one rank's device. [this machine's]")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory of a node. [this machine's]")] = None,
     nvme_capacity: Annotated[str | None, typer.Option(help="NVMe of a node. [what is free around --dir]")] = None,
@@ -105,7 +108,7 @@ def plan_job(
 
     Nothing is trained: the model is built without memory, laid out as `initialize` does it, and run once without
     values. A probe of some seconds times the operations of a step, copies, collectives and the directory's NVMe. On the
-    CPU it also trains a small job, which shows what the library's own code takes.
+    CPU it also trains a small job, which shows the time of the library's own code.
 
     Exit status: 0 if the job fits, 3 if it does not, 2 for wrong options or a config that would be refused.
     """
@@ -120,7 +123,7 @@ def plan_job(
             world=World(ranks=nproc_per_node, nodes=nnodes),
             tokens=tokens,
             inputs=inputs,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device,
             sizes={"device": hbm, "host": host_memory, "nvme": nvme_capacity},
             rates={
                 "nvme_read": nvme_read,
@@ -149,7 +152,7 @@ def main(arguments: list[str], find_need: FindNeed) -> None:
     """Run the verb with these arguments, and end the process with its exit status.
 
     Args:
-        find_need: computes what a job takes of a store.
+        find_need: computes the bytes that a job takes of a store.
     """
     app(arguments, prog_name="paramserver plan", obj=find_need)
 
@@ -162,7 +165,7 @@ def _plan(
     world: World,
     tokens: int | None,
     inputs: str | None,
-    device: str,
+    device: str | None,
     sizes: Mapping[str, str | None],
     rates: Mapping[str, str | None],
     flops: float | None,
@@ -171,8 +174,11 @@ def _plan(
     with_probe: bool,
     search: bool,
 ) -> dict[str, Any]:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {device}: write cpu or cuda")
+    device = device or configured_device_kind(raw)
+    if device not in RANK_BYTES:
+        raise ConfigError(
+            f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
+        )
     builder = find_builder(source)
     shape = build(builder)
     sequence = tokens or _sequence(shape)
@@ -185,7 +191,7 @@ def _plan(
     given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
     here = capacities_here(directory, world.ranks)
     job = Job(
-        # Laying a model out does not change it, so all plans use the same one.
+        # Laying out a model does not change it, so all plans use the same model.
         build=lambda: shape,
         rehearse=rehearsed,
         compute_seconds=lambda rehearsal: 0.0,
@@ -199,7 +205,8 @@ def _plan(
         store_has_cores=device != "cpu",
         optimizer_threads=optimizer_threads,
     )
-    # The first plan checks the config before anything is measured, and says which operations a step has.
+    # The first plan is made before anything is measured, because it checks the config and finds the operations of a
+    # step.
     first = plan(job, raw)
     job, sources = _with_rates(job, first.rehearsal, given, flops, directory, with_probe=with_probe)
     if with_probe and device == "cpu":
@@ -219,17 +226,17 @@ def _with_rates(
     *,
     with_probe: bool,
 ) -> tuple[Job, tuple[str, str]]:
-    """Return the job with the rates of its machine, and where rates and compute time are from, as phrases.
+    """Return the job with the rates of its machine, and two phrases: the sources of the rates and of the compute time.
 
     Raises:
-        ConfigError: a rate is neither given nor may be measured.
+        ConfigError: a rate is not given, and the options forbid to measure it.
     """
     ranks, on_gpu = job.world.ranks, job.device == "cuda"
     needed = {"nvme_read", "nvme_write", *(["device_link"] if on_gpu else [])}
     needed |= {"collective"} if job.world.size > 1 else set()
     measured, seconds, rates_from = _UNKNOWN, 0.0, "given"
     if flops is None or not needed <= given.keys():
-        if not with_probe or (on_gpu and not torch.cuda.is_available()):
+        if not with_probe or (on_gpu and not torch.accelerator.is_available()):
             missing = [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
             why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
             raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
@@ -241,7 +248,7 @@ def _with_rates(
     def compute_seconds(other: Rehearsal) -> float:
         if flops is not None:
             return other.flops / flops
-        # A micro-batch of another size or precision is taken to run as many operations in a second.
+        # A micro-batch of another size or precision is assumed to run at the same floating-point operations per second.
         return seconds * (other.flops / rehearsal.flops if rehearsal.flops else 1.0)
 
     compute_from = (
@@ -252,7 +259,9 @@ def _with_rates(
 
 
 def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the config as for a daemon with these budgets; None: as the config says, or by default.
+    """Return the config for a daemon with these budgets.
+
+    For a budget of None, the config's value or the default is used.
 
     The address of an operator's daemon is left out, because a config with one has no budgets.
     """
@@ -273,12 +282,12 @@ _NO_OVERHEAD = Overhead(per_unit=0.0, per_step=0.0)
 
 
 def _threads(ranks: int) -> int:
-    """Return the threads of each rank, as `paramserver launch` sets them."""
+    """Return the number of threads of each rank, as `paramserver launch` sets it."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _overhead_of(wanted: Plan, directory: Path) -> Overhead:
-    """Measure what the library's own code takes in steps that do what those of a plan do."""
+    """Measure the time of the library's own code in small steps of the same kind as a plan's."""
     placement = next((one.placement for one in wanted.layout.groups if one.group.trainable), None)
     if placement is None:
         return _NO_OVERHEAD
@@ -312,7 +321,7 @@ def _sequence(model: nn.Module) -> int:
 
 
 def _batch(model: nn.Module, inputs: str | None) -> Batch:
-    """Return the function that makes the arguments of forward. Raises ConfigError."""
+    """Return the function that makes the arguments of forward. It can raise ConfigError."""
     if inputs is not None:
         module, _, name = inputs.partition(":")
         try:

@@ -1,10 +1,10 @@
-"""The heap of a rank on the CPU: what malloc keeps of the memory that a step's tensors have used.
+"""The heap of a rank on the CPU: the memory of a step's tensors that malloc keeps after they are freed.
 
 glibc takes blocks of up to 32 MiB from its heap, where a freed block leaves a hole that stays resident until a block
-that fits is put there. So the process holds more than its live tensors. This is a model of that: a block goes into the
-smallest hole that has room. Neighbouring holes stay apart, because small objects of other code lie between them. The
-top of the heap goes back to the kernel once more than 64 MiB are free there (M_TRIM_THRESHOLD at its largest, man 3
-mallopt). With holes that are joined, the model is a fifth to a third below what two measured jobs held.
+that fits is put there. So the process holds more than its live tensors. This module is a model of that heap: a block
+goes into the smallest hole that has room. Neighbouring holes are not joined, because small objects of other code lie
+between them. The top of the heap goes back to the kernel once more than 64 MiB are free there (M_TRIM_THRESHOLD at its
+largest, man 3 mallopt). A model that joins holes gave a fifth to a third less than two measured jobs held.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Heap:
         self._mapped = 0
         self._top = 0
         self._resident = 0
-        # The beginning and size of each block; the beginning is -1 if the block has pages of its own.
+        # For each block, its first byte in the heap and its size. A block of MAPPED_BYTES or more is not in the heap:
+        # malloc maps separate pages for it, and -1 takes the place of the first byte.
         self._blocks: dict[Hashable, tuple[int, int]] = {}
-        # The size and beginning of each hole, in order of their sizes.
+        # The size and the first byte of each hole, in order of the sizes.
         self._holes: list[tuple[int, int]] = []
 
     def allocate(self, name: Hashable, nbytes: int) -> None:

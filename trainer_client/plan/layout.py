@@ -1,6 +1,6 @@
 """The layout of a planned job: units, flat groups and their placement, made on the meta device by the training code.
 
-Owns the bytes that follow from the layout alone, which are exact. Must never estimate.
+This module owns the bytes that follow from the layout alone, which are exact. It must never estimate.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A job as it would be laid out.
+    """The layout that `initialize` would give a job.
 
     Attributes:
-        parameters: number of elements of the model, without padding.
+        parameters: the number of elements of the model, without padding.
         units: the units, the root first.
-        request: what a rank of the first node would send to open the job.
+        request: the request with which a rank of the first node would open the job.
         declared: the shard groups of all ranks of the first node.
     """
 
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def residence(self) -> Residence:
-        """The part of each group that a rank keeps."""
+        """The residence of the groups: which part of each group a rank keeps."""
         return self.groups[0].placement.residence
 
     def rank_bytes(self) -> dict[str, dict[str, int]]:
@@ -95,7 +95,7 @@ class Layout:
         return placement_bytes(self.groups)
 
     def store_need(self, find_need: FindNeed, host_budget: int) -> StoreNeed:
-        """Return what the job takes of the first node's store, with this host budget in bytes."""
+        """Return the bytes that the job takes of the first node's store, if the store has this host budget (bytes)."""
         return find_need(self.request, self.declared, host_budget)
 
 

@@ -1,6 +1,6 @@
-"""The machine of a plan: capacities and rates, as they were given or measured, each with its source.
+"""The machine of a plan: its capacities and rates, which the user has given or the probe has measured.
 
-Owns these records. Must never measure.
+This module owns these records. It must never measure.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a node can do in a second while all its ranks work.
+    """The rates of a node while all its ranks work, each per second.
 
     Attributes:
         copy: bytes that one thread copies in host memory.
         device_link: bytes that pass between host memory and one rank's device, one way.
-        nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, with nothing else to do.
-        nvme_both: bytes each way, if it reads and writes as many at once.
+        nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does nothing else.
+        nvme_both: bytes each way, if it reads and writes the same number of bytes at the same time.
         update: elements that one thread updates with AdamW in memory.
-        collective: bytes of a whole buffer that a rank gathers from all; None: there is one rank.
+        collective: bytes of a whole buffer that a rank gathers from all ranks; None: there is one rank.
     """
 
     copy: float
@@ -40,8 +40,8 @@ class Overhead:
     """Seconds that the code of torch and of this library takes in a step besides the operations on tensors.
 
     Attributes:
-        per_unit: for the forward and the backward of each unit.
-        per_step: once in a step.
+        per_unit: the seconds for the forward and the backward of one unit.
+        per_step: the seconds that are independent of the units, once in a step.
     """
 
     per_unit: float
@@ -50,12 +50,12 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """The bytes that there are.
+    """The bytes that a machine has for a job.
 
     Attributes:
-        device: of one rank's device; on the CPU a rank's share of host memory.
-        host: of the node, for the ranks and the store.
-        nvme: of the node's directory for the state.
+        device: the bytes of one rank's device; on the CPU, a rank's share of host memory.
+        host: the bytes of host memory of the node, for the ranks and the store.
+        nvme: the bytes that are free around the node's state directory.
         is_cpu: whether ranks compute on the CPU, so that device and host memory are the same.
     """
 
@@ -66,10 +66,11 @@ class Capacities:
 
 
 def capacities_here(directory: Path, ranks: int) -> Capacities:
-    """Return the capacities of this machine: its memory, one GPU's, and what is free around `directory`."""
+    """Return the capacities of this machine: its memory, one GPU's memory, and the free bytes around `directory`."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     present = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     nvme = shutil.disk_usage(present).free
-    if torch.cuda.is_available():
-        return Capacities(device=torch.cuda.get_device_properties(0).total_memory, host=host, nvme=nvme, is_cpu=False)
+    if torch.accelerator.is_available():
+        _, on_device = torch.accelerator.get_memory_info(0)
+        return Capacities(device=on_device, host=host, nvme=nvme, is_cpu=False)
     return Capacities(device=host // ranks, host=host, nvme=nvme, is_cpu=True)

@@ -1,6 +1,7 @@
-"""The memory and disk of a planned job: what each rank, the store and its tiers hold, and whether that fits.
+"""The memory and disk of a planned job: the bytes that each rank, the store and its tiers hold, and whether they fit.
 
-Each line says whether it is exact, because it follows from the layout, or estimated, and why. Must never print.
+Each line says whether it is exact, because it follows from the layout, or estimated, and why. This module must never
+print.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from trainer_client.plan.rehearsal import GradientRule, Rehearsal
 from trainer_client.step.gradients import ReductionSchedule
 
 MIB = 1 << 20
-# These are the bytes that a rank and a daemon take before there is a job. Those of the daemon are the limits that the
-# README states; those of a rank are an allowance for Python, torch and transformers.
+# The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that the README states; a
+# rank's are an allowance for Python, torch and transformers.
 RANK_BYTES = {"cpu": 480 * MIB, "cuda": 1536 * MIB}
 DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
-# Modules that are imported with the model, and buffers of gRPC: a model of 120,000 parameters takes 40 MiB in fp32, of
-# which the modules are 36, and 52 in bf16. Larger models take some 35 MiB more, which the threads of matrix products
-# keep. This was measured on a processor with bf16 instructions; one with AVX2 alone took 92 to 102 MB, and not 40 MiB.
+# An allowance for the memory that a rank's libraries take besides RANK_BYTES: 40 MiB that a model of 120,000 parameters
+# takes in fp32 (36 MiB of them for modules that are imported with the model, the others for gRPC's buffers), and 35 MiB
+# more that the threads of matrix products keep for larger models. Both were measured on 2 cores with bf16 instructions,
+# where the small model takes 52 MiB in bf16. On a processor with AVX2 alone the small model took 88 to 97 MiB, so ranks
+# may take more than planned there.
 RANK_ALLOWANCE = 75 * MIB
-# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. How many of
-# them the heap keeps is not known. Two, one for each thread of gloo, fit three measured jobs (docs/plan.md).
+# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. It is not
+# known how many of these copies the heap keeps. Two copies, one for each thread of gloo, agree best with three measured
+# jobs (docs/plan.md).
 COLLECTIVE_COPIES = 2
 
 
@@ -46,9 +50,9 @@ class Shortage:
     """A capacity or budget that is too small.
 
     Attributes:
-        what: the capacity, as the tables name it.
-        needed, present: bytes.
-        key: the config key that has to be raised; None: it is the machine's.
+        what: the name of the capacity in the tables.
+        needed, present: the bytes that the job needs, and the bytes that there are.
+        key: the config key that has to be raised; None: the machine is too small.
     """
 
     what: str
@@ -62,8 +66,9 @@ class MemoryPlan:
     """The bytes of a job.
 
     Attributes:
-        rank: what one rank's device holds at the worst moment of a step; on the CPU, its private memory.
-        store: what the store of one node takes.
+        rank: the bytes that one rank's device holds at the worst moment of a step; on the CPU, the rank's private
+            memory.
+        store: the bytes that the store of one node takes.
         host_budget, nvme_budget: the store's budgets.
         rank_host_bytes: host memory of one rank that is not on its device.
         device: "cpu" or "cuda".
@@ -87,7 +92,7 @@ class MemoryPlan:
         return ranks * own + self.host_budget + DAEMON_BYTES[self.device]
 
     def shortages(self, capacities: Capacities, ranks: int) -> list[Shortage]:
-        """Return what does not fit; empty if all does."""
+        """Return the capacities and budgets that are too small; empty if the job fits."""
         host = self.node_host_bytes(ranks)
         checks = [
             Shortage(
@@ -162,7 +167,7 @@ def plan_memory(
 
 
 def gradient_rule(layout: Layout, config: TrainingConfig, kept: Mapping[str, int]) -> GradientRule:
-    """Return what gradients take on a rank's device while backward goes on, as step/gradients.py has them."""
+    """Return the rule that gives the bytes of gradients on a rank's device during backward, as in step/gradients.py."""
     several = layout.world.size > 1
     trained = [planned for planned in layout.groups if planned.group.trainable]
     return GradientRule(
@@ -197,7 +202,7 @@ def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
 
 
 def _gathered(layout: Layout, device: str) -> tuple[int, str]:
-    """Return the bytes of units that are gathered at once, and why."""
+    """Return the bytes of the units that are gathered at once, and a text that says why."""
     if layout.residence is not Residence.SHARDED:
         return 0, ""
     root, *others = layout.units
@@ -225,7 +230,11 @@ def _collective_buffers(layout: Layout) -> int:
 
 
 def _scratch(layout: Layout) -> int:
-    """Return the bytes that the largest update on the device needs besides the states, as step/updates.py makes it."""
+    """Return the bytes of the temporary tensors in the largest update on the device (see step/updates.py).
+
+    They are an fp32 copy of the gradient if that has another type and, if the states are replicated, the whole
+    gradient, which is gathered from all ranks.
+    """
     most = 0
     for planned in layout.groups:
         group, placement = planned.group, planned.placement

@@ -1,6 +1,6 @@
-"""The model of a plan, built without memory: from a Hugging Face config, or by a callable of the user's.
+"""The model of a plan, built without memory: from a Hugging Face config, or by a callable that the user names.
 
-Must never give a parameter memory, nor download anything.
+This module must never give a parameter memory, nor download anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer_client.errors import ConfigError
 
 
 def find_builder(source: str) -> Callable[[], nn.Module]:
-    """Return a function that builds the model: on the meta device, or in whichever mode the caller is.
+    """Return a function that builds the model: on the meta device, or under the mode that the caller has entered.
 
     Args:
         source: a config.json of Hugging Face, a directory with one, or MODULE:CALLABLE. The callable, which may be a

@@ -1,8 +1,9 @@
 """The time of the library's own code in a step: that of real steps of a small job, less that of their operations.
 
-A small job computes next to nothing, so what its steps take beyond their operations is Python code of torch and of this
-library, calls to the store, and the store's answers. It grows with the units. Owns the daemon of the small job, and the
-directory of its state, which is removed. Must never run while a job trains here.
+A small job computes next to nothing. So the time of its steps, less that of their operations, is the time of torch's
+and this library's Python code, of calls to the store, and of the store's answers. It grows with the number of units.
+This module owns the daemon of the small job, and the directory of its state, which is removed. It must never run while
+a job trains on this machine.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from trainer_client.plan.machine import Overhead
 from trainer_client.plan.probe import free_port, seconds_of
 from trainer_client.plan.rehearsal import rehearse
 
-# The blocks of the two models. Each block has twelve parameters, as those of most transformers.
+# The numbers of blocks of the two models that are compared. Each block has twelve parameters, like the blocks of most
+# transformers.
 _FEW, _MANY = 2, 14
 _WIDTH, _TOKENS, _VOCABULARY = 64, 16, 64
-# The first steps also make what later steps use again.
+# The numbers of first steps, which are not timed because they also make objects that later steps use again, and of
+# steps that are timed.
 _FIRST_STEPS, _STEPS = 3, 9
 
 
@@ -41,13 +44,13 @@ class SmallJob:
     """The small job on one rank.
 
     Attributes:
-        config: the training config but for the place of its state.
-        dtype: that of the parameters; None: fp32.
-        directory: where the state is; all ranks use the daemon that the first one starts there.
+        config: the training config without the place of its state.
+        dtype: the dtype of the parameters; None: fp32.
+        directory: the directory of the state; all ranks use the daemon that the first rank starts there.
         threads: number of threads that compute.
         ranks: number of ranks.
         rank: number of this rank.
-        port: port at which the ranks meet.
+        port: the port at which the ranks meet.
     """
 
     config: Mapping[str, Any]
@@ -62,11 +65,11 @@ class SmallJob:
 def probe_overhead(
     config: Mapping[str, Any], *, dtype: torch.dtype | None, ranks: int, threads: int, directory: Path
 ) -> Overhead:
-    """Return what the library's own code takes on this machine's processors.
+    """Return the seconds that the library's own code takes on this machine's processors.
 
     Args:
-        config: that of a small job; see `small_config`.
-        dtype: that of the parameters; None: fp32.
+        config: the config of a small job; see `small_config`.
+        dtype: the dtype of the parameters; None: fp32.
         ranks: number of ranks of this node.
         threads: threads of each rank.
         directory: a directory on the device that is to hold the state.
@@ -92,12 +95,12 @@ def probe_overhead(
 
 
 def small_config(*, stage: int, homes: tuple[str, str], dtype: torch.dtype | None, durability: str) -> dict[str, Any]:
-    """Return the config of a small job, which is like a planned one in what its steps do.
+    """Return the config of a small job whose steps do the same kinds of work as those of a planned job.
 
     Args:
         stage: the ZeRO stage.
-        homes: of parameters and optimizer states.
-        dtype: that of the parameters; None: fp32.
+        homes: the homes of parameters and of optimizer states.
+        dtype: the dtype of the parameters; None: fp32.
         durability: the key `paramserver.durability`.
     """
     parameters, optimizer = homes
@@ -124,13 +127,13 @@ def measure_overhead(job: SmallJob) -> Overhead:
     with _met(job):
         few, many = (_beyond_operations(job, blocks) for blocks in (_FEW, _MANY))
     per_unit = max(0.0, (many - few) / (_MANY - _FEW))
-    # The root is a unit, too.
+    # The root is a unit, too, so there is one unit more than blocks.
     return Overhead(per_unit=per_unit, per_step=max(0.0, few - (_FEW + 1) * per_unit))
 
 
 @contextmanager
 def _met(job: SmallJob) -> Iterator[None]:
-    """Have all ranks of the job in one process group, as torchrun would start them."""
+    """Join this process to the job's process group for the context, as a rank that torchrun has started would."""
     os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
     address = f"tcp://127.0.0.1:{job.port}"
     dist.init_process_group("gloo", init_method=address, rank=job.rank, world_size=job.ranks)

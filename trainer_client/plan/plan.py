@@ -1,6 +1,6 @@
-"""A plan of a job: its layout, memory and step time for one config, and the configs around it that fit or are faster.
+"""A plan of a job: its layout, memory and step time for one config, and similar configs that fit or are faster.
 
-Owns the order of these. Must never measure or print.
+This module owns the order in which these are computed. It must never measure or print.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from trainer_client.plan.rehearsal import Rehearsal
 from trainer_client.plan.step_time import StepTime, find_traffic, predict
 
 Raw = Mapping[str, Any]
-# A budget leaves room for what a job does not need in each step.
+# A suggested budget is larger than the need by this factor, because a job needs more in some steps than in others.
 _SPARE = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is planned, and for which machine.
+    """The job that is planned, and the machine that it is planned for.
 
     Attributes:
         build: returns the model without memory.
         rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own).
         compute_seconds: returns the seconds of the operations of a rehearsed micro-batch on one rank.
-        overhead: what the library's own code takes.
-        sequence: tokens of one sample.
+        overhead: the time of the library's own code.
+        sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
         store_has_cores: whether the store has processors that the ranks do not use.
         optimizer_threads: the daemon's key of this name.
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One config and what follows from it; `settings` are its values, with defaults."""
+    """A config with its layout, memory and step time. `settings` has the config's values, with defaults."""
 
     config: Raw
     settings: TrainingConfig
@@ -75,18 +75,18 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that ranks compute with; None: the model's own."""
+        """The dtype of the parameters that ranks compute with; None if it is the model's own."""
         return _compute_dtype(self.settings)
 
     @property
     def fits(self) -> bool:
-        """Whether the machine and the budgets have room."""
+        """Whether the machine and the budgets have room for the job."""
         return not self.shortages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of a config with which it fits."""
+    """A change of a config that makes the job fit."""
 
     what: str
     plan: Plan
@@ -134,7 +134,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
 
 
 def smallest_change(job: Job, failing: Plan) -> Change | None:
-    """Return the first change of a config with which it fits; None if there is none among those that are tried.
+    """Return the first change of a config that makes the job fit; None if none of the changes that are tried does.
 
     Fewer changed keys come first: budgets, then one placement, then the stage, smaller micro-batches, more ranks.
     """
@@ -149,9 +149,9 @@ def smallest_change(job: Job, failing: Plan) -> Change | None:
 
 
 def best_placement(job: Job, raw: Raw) -> Plan | None:
-    """Return the plan of the placement with the shortest step that fits, of those at all stages; None if none fits.
+    """Return the plan with the shortest step of all placements, at all stages, that fit; None if none fits.
 
-    Where steps take equally long, the one with less host memory comes first.
+    If the steps of several placements take equally long, the one with the least host memory is chosen.
     """
     fitting = []
     for stage, parameters, optimizer in _placements():
@@ -171,7 +171,7 @@ def best_placement(job: Job, raw: Raw) -> Plan | None:
 def with_budgets(job: Job, tried: Plan) -> Plan:
     """Return the plan with budgets of the store that the job needs, as far as the machine has them.
 
-    The host budget has room for all parameters that pass through, if the machine does.
+    The host budget has room for all parameters that pass through host memory, if the machine has it.
     """
     need, memory = tried.memory.store, tried.memory
     ranks = tried.world.ranks

@@ -1,4 +1,7 @@
-"""A plan as JSON and as tables for a terminal. Owns the words. Must never compute a figure."""
+"""A plan as JSON and as tables for a terminal. This module owns the words of the output.
+
+It must never compute a figure.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The probe: how fast this machine computes the operations of a step, moves bytes, and reads and writes a directory.
 
-Owns the files and processes that it makes, and removes them. Every rate is one of all ranks working at once, because
-they share memory and processors. Must never run while a job trains here, which would make both slower.
+This module owns the files and processes that it makes, and removes them. Every rate is one of all ranks working at
+once, because they share memory and processors. This module must never run while a job trains on this machine, because
+both would be slower.
 """
 
 from __future__ import annotations
@@ -24,33 +25,37 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainer_client.device import CPU, backend_of
 from trainer_client.errors import ConfigError
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.rehearsal import Operation, TensorSpec
 
 _REQUEST_BYTES = 4 << 20
 _FILE_BYTES = 512 << 20
-# The numbers of I/O threads of a daemon.
+# The numbers of reading and of writing threads of a daemon.
 _READERS, _WRITERS = 4, 2
 _COPY_BYTES = 64 << 20
-# Four arrays of 64 MiB: the states of a job are no more in the processor's caches when their next update comes.
+# The elements of the update that is timed: four fp32 arrays of 64 MiB. They are larger than the processor's caches,
+# because in training, too, the states are not in the caches any more when their next update comes.
 _UPDATE_ELEMENTS = 16 << 20
-# The probe repeats a measurement about this long, but so often at least and at most, and takes the mean.
+# The probe repeats a measurement for about _LEAST_SECONDS, but at least _LEAST_REPEATS and at most _MOST_REPEATS times,
+# and takes the mean.
 _LEAST_SECONDS = 0.05
 _LEAST_REPEATS = 2
 _MOST_REPEATS = 200
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-# More than the caches that a processor's or a GPU's products share.
+# The bytes of operands after which a product's first operands are no longer in a cache. This is more than the caches of
+# a processor or a GPU.
 _CACHE_BYTES = 96 << 20
 _MOST_SETS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one process of the probe measures.
+    """The measurements that one process of the probe makes.
 
     Attributes:
-        operations: the operations of a step, and how often each is called.
+        operations: the operations of a step, and how often a step calls each.
         threads: number of threads that compute.
         ranks: number of processes that measure at the same time.
         rank: number of this process.
@@ -68,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a process of the probe has measured: seconds of all operations, and rates in bytes or elements a second."""
+    """The measurements of a process: the seconds of all operations, and rates in bytes or elements per second."""
 
     compute_seconds: float
     copy: float
@@ -127,12 +132,12 @@ def measure(task: Task) -> Measured:
     torch.set_num_threads(1)
     copied = _COPY_BYTES / _mean(lambda: target.copy_(source))
     link = copied
-    if task.device == "cuda":
-        pinned, on_device = source.pin_memory(), torch.empty_like(source, device="cuda")
+    if task.device != CPU:
+        pinned, on_device = source.pin_memory(), torch.empty_like(source, device=task.device)
 
         def send() -> None:
             on_device.copy_(pinned)
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
         link = _COPY_BYTES / _mean(send)
     weight, gradient, first, second = (torch.zeros(_UPDATE_ELEMENTS) for _ in range(4))
@@ -182,7 +187,8 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
                 for move in moves:
                     move.result()
 
-            # The first write of a file also allocates it, which a store does once.
+            # The first write of a file also allocates its blocks, which a store does once. So the second write is
+            # timed.
             one.move(_WRITERS, writes=True)
             two.move(_WRITERS, writes=True)
             write = file_bytes / _seconds(lambda: two.move(_WRITERS, writes=True))
@@ -236,7 +242,7 @@ def _seconds(move: Callable[[], None]) -> float:
 
 
 def seconds_of(operation: Operation, device: str) -> float:
-    """Return the seconds of one call of an operation on values that it accepts."""
+    """Return the seconds of one call of an operation on operands with valid values."""
     namespace, name, overload = operation.name.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
@@ -248,7 +254,7 @@ def seconds_of(operation: Operation, device: str) -> float:
 
     sets = operand_sets(operation)
     operands = itertools.cycle([tree_map(make, operation.arguments, is_leaf=is_spec) for _ in range(sets)])
-    synchronize = torch.cuda.synchronize if device == "cuda" else _nothing
+    synchronize = _nothing if device == CPU else torch.accelerator.synchronize
 
     def call() -> None:
         args, kwargs = next(operands)
@@ -260,7 +266,7 @@ def seconds_of(operation: Operation, device: str) -> float:
 
 
 def operand_sets(operation: Operation) -> int:
-    """Return with how many sets of operands an operation is timed, in turns.
+    """Return the number of sets of operands that the timed calls of an operation use in turn.
 
     The weights and activations of a product were last used in another unit, so in a step they come from memory. With
     one set they would come from the cache. All other operations work on results that were made just before.
@@ -278,13 +284,16 @@ def _tensor(spec: TensorSpec, device: str) -> torch.Tensor:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     storage = torch.zeros(elements, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point:
-        # Small values, because the speed of some functions depends on them.
+        # The values are small, because the speed of some functions depends on the size of their arguments.
         storage.uniform_(-0.5, 0.5)
     return storage.as_strided(spec.shape, spec.stride)
 
 
 def _mean(call: Callable[[], object]) -> float:
-    """Return the mean seconds of a call after a first one. A mean counts what other processes take, as a step does."""
+    """Return the mean seconds of a call, without the first call.
+
+    The mean includes delays by other processes, as a step's time does.
+    """
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began
@@ -298,11 +307,10 @@ def _mean(call: Callable[[], object]) -> float:
 def _collective_rate(task: Task) -> float:
     """Return the bytes of a whole buffer that all ranks gather in a second."""
     dist = torch.distributed
-    backend = "nccl" if task.device == "cuda" else "gloo"
-    if task.device == "cuda":
-        torch.cuda.set_device(task.rank)
+    if task.device != CPU:
+        torch.accelerator.set_device_index(task.rank)
     address = f"tcp://127.0.0.1:{task.port}"
-    dist.init_process_group(backend, init_method=address, rank=task.rank, world_size=task.ranks)
+    dist.init_process_group(backend_of(task.device), init_method=address, rank=task.rank, world_size=task.ranks)
     try:
         part = torch.zeros(_COPY_BYTES // 4 // task.ranks, device=task.device)
         whole = torch.zeros(part.numel() * task.ranks, device=task.device)

@@ -1,7 +1,7 @@
 """The rehearsal of a step: forward and backward over tensors without memory, which yields the operations and the peak.
 
-The model, its hooks and autograd are the real ones; only values are missing. Owns the count of live bytes. Must never
-run an operation on real values: probe.py times the operations.
+The model, its hooks and autograd are the real ones; only values are missing. This module owns the count of live bytes.
+It must never run an operation on real values: probe.py times the operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
 
-# After so many steps the heap has the holes that it keeps.
+# The number of steps after which the holes of the heap no longer change.
 _STEPS_OF_A_HEAP = 3
 
 
@@ -57,9 +57,9 @@ class Event:
     """One change of memory in a pass, or a gradient.
 
     Attributes:
-        block: number of the block that is allocated or freed; -1: the gradient of `fqn` is there.
-        nbytes: size of the block; 0: it is freed.
-        fqn: the parameter whose gradient is there, or "".
+        block: number of the block that is allocated or freed; -1: the gradient of `fqn` was computed.
+        nbytes: size in bytes of the block; 0: the block is freed.
+        fqn: the parameter whose gradient was computed, or "".
     """
 
     block: int
@@ -69,7 +69,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What one micro-batch of a rank takes.
+    """The operations and the memory of one micro-batch on a rank.
 
     Attributes:
         operations: how often each operation is called in forward and backward.
@@ -87,8 +87,9 @@ class Rehearsal:
         """Return the most bytes of activations, temporary results and gradients at once.
 
         Args:
-            rule: what gradients take.
-            in_heap: with what malloc keeps (heap.py), after three steps; else the live tensors alone.
+            rule: gives the bytes of gradients.
+            in_heap: whether the memory that malloc keeps (heap.py) is included, as it is after three steps; otherwise
+                only live tensors are counted.
         """
         memory = Heap() if in_heap else LiveBytes()
         for step in range(_STEPS_OF_A_HEAP if in_heap else 1):
@@ -96,7 +97,7 @@ class Rehearsal:
         return memory.peak
 
     def _replay(self, rule: GradientRule, memory: Heap | LiveBytes, *, is_first: bool) -> None:
-        """Make a step: a pass, and then the hand-over of the gradients."""
+        """Replay a step: a pass, and then the hand-over of the gradients."""
         gradients = _Gradients(rule, memory)
         live: set[int] = set()
         for event in self.events:
@@ -126,7 +127,7 @@ class _Gradients:
         self._partitions: set[str] = set()
 
     def take(self, fqn: str) -> None:
-        """Put the gradient of a parameter to those of its group."""
+        """Add the gradient of a parameter to the gradients of its group."""
         group = self._rule.group_of.get(fqn)
         if group is None:
             return
@@ -158,26 +159,28 @@ class LiveBytes:
         self._blocks: dict[Hashable, int] = {}
 
     def allocate(self, name: Hashable, nbytes: int) -> None:
-        """Count a block."""
+        """Add the bytes of a block to the sum."""
         self._blocks[name] = nbytes
         self._now += nbytes
         self.peak = max(self.peak, self._now)
 
     def free(self, name: Hashable) -> None:
-        """Do not count a block any more."""
+        """Subtract the bytes of a block from the sum."""
         self._now -= self._blocks.pop(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRule:
-    """What a rank's gradients take on its device while a backward pass goes on.
+    """The rule that gives the bytes of gradients on a rank's device during a backward pass.
 
     Attributes:
         group_of: for the FQN of each trained parameter, the name of its flat group.
-        full_bytes: for each group, bytes of the buffer for whole gradients, until the group is reduced; 0: none.
-        partition_bytes: for each group, bytes that stay until the step ends.
-        kept_bytes: for each group, bytes of the copy that is kept for a daemon that is restarted, from the first step.
-        is_reduced_at_once: whether a group's buffer is free as soon as all its gradients are there.
+        full_bytes: for each group, the bytes of the buffer for whole gradients, until the group is reduced; 0: there is
+            no such buffer.
+        partition_bytes: for each group, the bytes of this rank's part, which stays until the step ends.
+        kept_bytes: for each group, the bytes of the copy that the trainer keeps, from the first step on, in case the
+            daemon is restarted.
+        is_reduced_at_once: whether a group's buffer is free as soon as all its gradients were computed.
     """
 
     group_of: Mapping[str, str]
@@ -188,7 +191,7 @@ class GradientRule:
 
 
 class _Live(TorchDispatchMode):
-    """Records the storages that come and go, and the calls of operators."""
+    """A torch mode that records the storages that are allocated and freed, and the calls of operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -198,11 +201,11 @@ class _Live(TorchDispatchMode):
         self._numbers = itertools.count()
 
     def know(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor whose bytes do not count."""
+        """Note a tensor whose bytes are not counted."""
         self._seen.add(tensor.untyped_storage()._cdata)
 
     def note_gradient(self, fqn: str) -> None:
-        """Note that a parameter's gradient is there."""
+        """Note that a parameter's gradient was computed."""
         self.events.append(Event(-1, fqn=fqn))
 
     def __torch_dispatch__(
@@ -277,7 +280,10 @@ def rehearse(
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace all parameters by ones of `dtype`; ties stay. `Module.to` cannot do it with tensors without memory."""
+    """Replace all parameters by ones of `dtype`; tied parameters stay tied.
+
+    `Module.to` cannot convert tensors without memory.
+    """
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -288,7 +294,7 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _install(model: nn.Module, live: _Live) -> None:
-    """Have each gradient leave as soon as it is there, as the engine takes it."""
+    """Remove each gradient as soon as it is computed, as the engine does."""
 
     def taken(fqn: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The time of a planned step: the bytes that it moves on each link, and the seconds of each resource.
 
-The links and resources have the names of the step report, so that a plan and a measured step can be compared. Must
-never measure.
+The links and resources have the names of the step report, so that a plan and a measured step can be compared. This
+module must never measure.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ TRAINER_COPIES = "trainer_copies"
 DEVICE_UPDATE = "device_update"
 HAND_OVER = "hand_over"
 LIBRARY = "library"
-# CPU seconds of the daemon for each byte that it reads or writes: checksums and system calls
-# (benchmarks/RESULTS.md, "NVMe tier and engine": 0.13 to 0.17 s/GB in requests of 1 to 4 MiB).
+# The daemon's CPU seconds for each byte that it reads or writes, which checksums and system calls take.
+# benchmarks/RESULTS.md ("NVMe tier and engine") has 0.13 to 0.17 s/GB in requests of 1 to 4 MiB.
 STORE_SECONDS_PER_BYTE = 0.15e-9
-# The threads of a daemon with one data file that read and write.
+# The number of reading and writing threads of a daemon with one data file.
 _IO_THREADS = 6
-# Page faults of mapped parameters: 3 ms for 25 MB (model/flat_memory.py).
+# The rate at which the kernel handles the page faults of mapped parameters: 3 ms for 25 MB, measured as
+# model/flat_memory.py says.
 MAPPED_BYTES_PER_SECOND = 25e6 / 3e-3
 
 
@@ -38,16 +39,19 @@ class Traffic:
     """The bytes that a step moves.
 
     Attributes:
-        to_rank, from_rank: between one rank and its store.
-        collectives: of whole buffers that one rank gathers or reduces.
-        nvme_read, nvme_written: of the node.
-        updated: elements that the node's store updates; `updated_on_device` those of one rank's device.
-        put: of states on one rank's device that it hands to the store, which writes them before it answers.
-        gradients: of one rank's part of the gradients.
-        mapped: of parameters that one rank maps from its store's memory.
-        copied: of parameters that one rank copies out of its store's memory, because it may not map them.
-        hit: the part of passing parameters that is expected to stay in host memory between two uses.
-        states_hit: the part of the optimizer states on NVMe that is expected to stay there from update to update.
+        to_rank, from_rank: the bytes that one rank gets from its store, and sends to it.
+        collectives: the bytes of whole buffers that one rank gathers or reduces.
+        nvme_read, nvme_written: the bytes that the node's NVMe reads and writes.
+        updated: the elements that the node's store updates; `updated_on_device`: those that one rank's device updates.
+        put: the bytes of states on one rank's device that the rank hands to the store, which writes them before it
+            answers.
+        gradients: the bytes of one rank's part of the gradients.
+        mapped: the bytes of parameters that one rank maps from its store's memory.
+        copied: the bytes of parameters that one rank copies out of its store's memory, because it must not map them.
+        hit: the fraction of passing parameters (those without a home in host memory) that is expected to stay there
+            between two uses.
+        states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
+            update.
     """
 
     to_rank: int
@@ -70,12 +74,13 @@ class StepTime:
     """The predicted time of a step.
 
     Attributes:
-        seconds: of the step.
+        seconds: the duration of the step.
         resources: the least seconds that each resource needs.
-        binding: the resource that needs most.
-        tokens: of one step on all ranks.
-        hiding_tokens: tokens of a step from which on NVMe and links are hidden behind compute; None: nothing is moved.
-        traffic: the bytes.
+        binding: the resource that needs the most seconds.
+        tokens: the tokens of one step on all ranks.
+        hiding_tokens: the least tokens of a step with which the times of NVMe and links are hidden behind compute;
+            None: nothing is moved.
+        traffic: the bytes that the step moves.
     """
 
     seconds: float
@@ -87,7 +92,7 @@ class StepTime:
 
     @property
     def roofline_fraction(self) -> float:
-        """The time of the binding resource over that of the step."""
+        """The time of the binding resource divided by that of the step."""
         return self.resources[self.binding] / self.seconds if self.seconds else 0.0
 
 
@@ -97,10 +102,10 @@ def find_traffic(
     """Return the bytes that a step of `micro_batches` moves.
 
     Args:
-        commits_per_step: the part of the steps whose states on the device are handed to the store.
+        commits_per_step: the fraction of the steps after which the states on the device are handed to the store.
     """
     ranks, several = layout.world.ranks, layout.world.size > 1
-    # On the CPU, ranks of one node read all partitions in their store's memory (Job._choose_gather).
+    # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
     one_sided = is_cpu and layout.world.nodes == 1
     to_rank = from_rank = collectives = read = put = updated = on_device = gradients = mapped = copied = 0
     need = memory.store
@@ -146,8 +151,9 @@ def find_traffic(
             put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
     uses = 2 * micro_batches
     passing = int(uses * need.passing_bytes * (1.0 - hit)) if layout.residence is Residence.SHARDED else 0
-    # An update makes a copy of each state for which the host budget has room, and the next update works on it. All room
-    # that is not taken otherwise holds such copies. They give way to parameters, whose next use is known.
+    # An update makes a host copy of each state for which the host budget has room, and the next update works on that
+    # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
+    # because the next use of parameters is known.
     states_hit = _part(max(0, free - need.passing_bytes), read * ranks)
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
@@ -178,13 +184,14 @@ def _leases(planned: PlannedGroup, uses: int, micro_batches: int, held: Collecti
     if home is Home.DEVICE:
         return 0
     if one_sided and home is Home.HOST:
-        # A mapping of memory that stays takes none itself, so it lasts until the step ends.
+        # Parameters whose home is host memory are mapped without taking further memory, so their lease lasts until the
+        # step ends.
         return 1
     return micro_batches if planned.group.name in held else uses
 
 
 def _part(room: int, nbytes: int) -> float:
-    """Return the part of the bytes for which there is room; 1 if there are none."""
+    """Return the fraction of the bytes for which there is room; 1 if there are no bytes."""
     return min(1.0, room / nbytes) if nbytes else 1.0
 
 
@@ -203,13 +210,14 @@ def predict(
     """Return the time of a step.
 
     On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
-    other with their computation and the library's code, and so does the store where the ranks use all processors. A
-    rank that hands states of its device to the store waits until they are written.
+    other with their computation and the library's code, and so does the store if the ranks use all processors. A rank
+    that hands states of its device to the store waits until they are written.
 
     Args:
-        compute_seconds: the operations of forward and backward of all micro-batches of the step on one rank.
-        overhead_seconds: what the code of torch and of this library takes besides.
-        tokens: of all ranks and micro-batches of the step.
+        compute_seconds: the seconds of the operations of forward and backward of all micro-batches of the step on one
+            rank.
+        overhead_seconds: the seconds that the code of torch and of this library takes in addition.
+        tokens: the tokens of all ranks and micro-batches of the step.
         store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
         optimizer_threads: the daemon's key of this name.
     """
@@ -233,7 +241,7 @@ def predict(
         HAND_OVER: traffic.put * ranks / rates.nvme_write,
     }
     if is_cpu:
-        # Units that are copied get fresh pages each time, which cost as much as mapped ones.
+        # Units that are copied get fresh pages each time. Their page faults cost as much as those of mapped units.
         touched = traffic.mapped + traffic.copied
         resources[TRAINER_COPIES] = passes / rates.copy + touched / MAPPED_BYTES_PER_SECOND
     else:
@@ -255,7 +263,10 @@ def predict(
 
 
 def _nvme_seconds(traffic: Traffic, rates: Rates) -> float:
-    """Return the seconds of all reads and writes: as many of both at once as there are, then the rest."""
+    """Return the seconds of all reads and writes.
+
+    Reads and writes run at once until the smaller amount is done; then the rest of the larger one runs alone.
+    """
     both = min(traffic.nvme_read, traffic.nvme_written)
     return (
         both / rates.nvme_both

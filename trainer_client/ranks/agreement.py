@@ -1,7 +1,7 @@
 """The comparison of what all ranks must have alike (config, model, optimizer), before anything is built on it.
 
-Ranks exchange digests first. Must never send a value that does not differ. Every decision follows from what all ranks
-have received, so that either all ranks raise the same error or none does.
+Ranks exchange digests first. This module must never send a value that does not differ. Every decision follows from what
+all ranks have received, so that either all ranks raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Declaration:
 
 
 def require_agreement(mine: Declaration, local_rank: int, collectives: Collectives) -> None:
-    """Compare what all ranks declare. A collective; if the ranks agree, each sends 56 bytes.
+    """Compare what all ranks declare. All ranks must call this; if they agree, each sends 56 bytes.
 
     Raises:
         RankMismatchError: the ranks differ. Every rank raises it, with the same message.
@@ -84,7 +84,10 @@ class _Comparison:
         self._collectives = collectives
 
     def of_keys(self, mine: Mapping[str, str], groups: Iterable[Sequence[int]], suffix: str) -> list[str]:
-        """Return a line for each key whose values differ within one of the groups of ranks. A collective."""
+        """Return a line for each key whose values differ within one of the groups of ranks.
+
+        All ranks must call this.
+        """
         groups = list(groups)
         digests = self._gather({key: _digest(value).hex() for key, value in mine.items()})
         keys = sorted({key for row in digests for key in row})
@@ -98,7 +101,7 @@ class _Comparison:
         return lines
 
     def of_lists(self, mine: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return a line for each list that differs, with the first item that differs. A collective."""
+        """Return a line for each list that differs, with the first item that differs. All ranks must call this."""
         lines = []
         for name, items in sorted(mine.items()):
             sizes = self._gather(len(items))

@@ -1,22 +1,26 @@
 """The collectives of a training run, on torch.distributed.
 
-Owns the engine's process groups; at world size 1 there is none, and nothing is communicated. All ranks must make the
-same calls in the same order, so a caller may decide *whether* to communicate only from what all ranks know.
+This module owns the engine's process groups; at world size 1 there is none, and nothing is communicated. All ranks must
+make the same calls in the same order, so a caller may decide *whether* to communicate only from what all ranks know.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer_client.device import CPU, backend_of
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
+from trainer_client.lanes.device_lanes import make_lanes
 from trainer_client.ranks.watch import Watch
 from trainer_client.recorder import Cause, Link, Recorder
 
@@ -24,21 +28,58 @@ from trainer_client.recorder import Cause, Link, Recorder
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Indexes of the process groups; see [Note: process groups]. The last one communicates CPU tensors on any device.
-_MAIN, _UNITS, _CONTROL = range(3)
+# Indexes of the process groups; see [Note: process groups].
+_HOST, _CONTROL, _UNITS, _TENSORS = range(4)
 
 # The longest text of an error that is shown to other ranks.
 _SHOWN_CHARACTERS = 300
 
 # The time that `close` waits for the process groups of a rank that has abandoned the run to end.
 _END_SECONDS = 10.0
+# A rank that waits looks this often whether another one has gone.
+_LOOK = timedelta(seconds=0.5)
+# The pauses between two looks whether a device has come to an event: the first one, and the longest.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
+# A rank that has closed its session takes part in nothing any more, but the bytes that it has sent may be under way.
+_UNDER_WAY_SECONDS = 5.0
+# This variable says how NCCL's watchdog acts on an error or a time-out. Its default ends the process by SIGABRT, and
+# no message says where the ranks were. 0 leaves both to the waits of this module, which know it.
+_WATCHDOG_VARIABLE, _WATCHDOG_OFF = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
 
 
-def _end(groups: list[dist.ProcessGroup]) -> None:
+def _make_groups(device: torch.device, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Return the four groups of [Note: process groups]. All ranks must call this."""
+    host = [dist.new_group(timeout=timeout, backend="gloo") for _ in (_HOST, _CONTROL)]
+    if device.type == CPU:
+        return [*host, *(dist.new_group(timeout=timeout, backend="gloo") for _ in (_UNITS, _TENSORS))]
+    is_set = _WATCHDOG_VARIABLE in os.environ
+    os.environ.setdefault(_WATCHDOG_VARIABLE, _WATCHDOG_OFF)
+    try:
+        communicator = dist.new_group(timeout=timeout, backend=backend_of(device.type))
+    finally:
+        if not is_set:
+            del os.environ[_WATCHDOG_VARIABLE]
+    return [*host, communicator, communicator]
+
+
+def _end(groups: list[dist.ProcessGroup], *, abort: bool) -> None:
+    """End the groups, and empty the list: the last reference to a group has to go here, because that may wait for long.
+
+    Args:
+        abort: whether to end the collectives under way first, because a device waits for the other ranks in them
+            without end. gloo cannot: its collectives end when another rank's connection does.
+    """
     while groups:
-        # The errors occur if torch.distributed itself has been ended meanwhile.
+        # The errors occur if torch.distributed itself has been ended meanwhile, and for a group that is there twice.
         with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(groups.pop(0))
+            if abort:
+                groups[0].abort()
+            dist.destroy_process_group(groups[0])
+        del groups[0]
+
+
+class _RankGoneError(RuntimeError):
+    """Another rank has gone, so the collective under way cannot end."""
 
 
 class PendingRows:
@@ -56,9 +97,9 @@ class PendingRows:
         self._begun = begun
 
     def wait(self) -> torch.Tensor:
-        """Wait for the rows and return them. Raises CollectiveError."""
+        """Wait for the rows and return them. It can raise CollectiveError."""
         with self._collectives.within(self._what, self._begun):
-            self._work.wait()
+            self._collectives.wait_for(self._work)
         return self._rows
 
 
@@ -68,23 +109,39 @@ class Collectives:
     Every method that communicates raises CollectiveError if other ranks do not take part, as CollectiveTimeoutError
     after the time-out. This rank cannot communicate any more after that.
 
+    Each collective of tensors on an accelerator is work of the comm lane (see lanes/device_lanes.py), for which the
+    host does not wait. Its failure is an error of the next wait: of one of the lanes, or of an exchange
+    between the hosts.
+
     Args:
-        device: where tensors of collectives live; the process group's backend must support it.
+        device: where this rank computes.
         timeout_seconds: how long a rank waits for the others in one collective.
         recorder: records waits and moved bytes.
 
     [Note: process groups] Ranks that are at different points of the program must not meet in one collective: gloo ends
-    the process if the sizes differ, and mixes the bytes if they do not. Three process groups prevent that:
+    the process if the sizes differ, and mixes the bytes if they do not. Several process groups prevent that:
 
     - _UNITS has only the gathers of units, because a rank may begin one while another rank is elsewhere;
-    - _CONTROL has the exchanges that precede those gathers. Headers of gathers use another kind of collective there
+    - _TENSORS has the other collectives of weights and gradients, which alternate with agreements of all ranks, where
+      a rank that is ahead waits;
+    - _CONTROL has the exchanges that precede gathers of units. Headers of gathers use another kind of collective there
       than orders of reductions, so gloo cannot take one for the other;
-    - _MAIN has all others, which alternate with agreements of all ranks, where a rank that is ahead waits.
+    - _HOST has what the hosts tell each other: flags, norms, names.
+
+    _CONTROL and _HOST are gloo's, with CPU tensors on any device. If flags went through the device, each question would
+    wait until the device has done all that it was given, and ranks could wait for each other in two groups at once.
+
+    [Note: one communicator] On an accelerator, _UNITS and _TENSORS are one group with one communicator, whatever group
+    the script has made for itself. NCCL promises no progress for two communicators on one device unless all ranks use
+    them in the same order. The calls of one have one order, because lockstep.py and step/reduction_order.py give the
+    calls of all ranks the same one. See tests/integration/test_ranks_gone.py.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float = 1800.0, recorder: Recorder | None = None) -> None:
         self.device = device
+        self.lanes = make_lanes(device)
         self._recorder = recorder or Recorder()
+        self._recorder.measure_with(self.lanes.stopwatch)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._timeout_seconds = timeout_seconds
@@ -92,26 +149,25 @@ class Collectives:
         self._watch: Watch | None = None
         # The thread that destroys the process groups after `abandon`.
         self._ending: threading.Thread | None = None
-        # The collective in which this rank has failed, and the error, as text; None: it has not failed.
+        # A rank that has gone, for people, and from when on this rank waits for it no longer, in time.monotonic().
+        self._gone: tuple[str, float] | None = None
+        # The collective in which this rank has failed, and the error, as text; None if it has not failed.
         self._abandoned: str | None = None
         if self.world_size > 1:
-            timeout = timedelta(seconds=timeout_seconds)
-            self._groups = [
-                dist.new_group(timeout=timeout),
-                dist.new_group(timeout=timeout),
-                dist.new_group(timeout=timeout, backend="gloo"),
-            ]
+            self._groups = _make_groups(device, timedelta(seconds=timeout_seconds))
             # The clone is a connection of its own, so that the watch and the training never wait for each other.
-            store: Any = self._groups[_MAIN].get_group_store()
+            store: Any = self._groups[_HOST].get_group_store()
             store = store.clone()
             self._watch = Watch(store, self.rank, self.world_size, timeout_seconds)
+            self.lanes.wait_with(self.wait_for_event)
 
     def close(self) -> None:
         """Leave the process groups; idempotent."""
+        self.lanes.close()
         if self._watch is not None:
             self._watch.close()
         groups, self._groups = self._groups, []
-        for group in groups:
+        for group in dict.fromkeys(groups):
             dist.destroy_process_group(group)
         if self._ending is not None:
             # gloo ends a process with SIGABRT that exits while groups are being destroyed. The wait is short, because
@@ -122,7 +178,7 @@ class Collectives:
         """Leave the process groups for good, because this rank has failed in `what` and others may be ahead of it.
 
         Ranks that wait for this one get an error at once instead of after their time-out, and later collectives of this
-        rank raise. Does not wait; idempotent. See tests/integration/test_failing_ranks.py.
+        rank raise. It does not wait; idempotent. See tests/integration/test_failing_ranks.py.
         """
         if self._watch is None or self._abandoned is not None:
             return
@@ -132,8 +188,49 @@ class Collectives:
         groups, self._groups = self._groups, []
         # This needs a thread, because gloo destroys a group only when its pending collectives have ended, and one of
         # them may wait for another rank.
-        self._ending = threading.Thread(target=_end, args=(groups,), name="paramserver-abandon", daemon=True)
+        abort = self.device.type != CPU
+        self._ending = threading.Thread(
+            target=_end, args=(groups,), kwargs={"abort": abort}, name="paramserver-abandon", daemon=True
+        )
         self._ending.start()
+
+    def rank_has_gone(self, who: str, is_closed: bool) -> None:
+        """Take note that another rank will take part in nothing any more. Called from any thread.
+
+        Each collective that waits for it raises CollectiveError soon, instead of after its time-out. gloo mostly
+        notices the end of a process by itself, but not that one was stopped; NCCL notices neither.
+
+        Args:
+            who: the rank and what has become of it, for people.
+            is_closed: whether it has left by itself, so that the last collective with it may still end.
+        """
+        if self._gone is not None:
+            return
+        patience = _UNDER_WAY_SECONDS if is_closed else 0.0
+        self._gone = who, time.monotonic() + patience
+        if self.device.type != CPU:
+            aborting = threading.Timer(patience, self._abort_communicator)
+            aborting.daemon = True
+            aborting.start()
+
+    def _abort_communicator(self) -> None:
+        """End what the device has under way with other ranks.
+
+        The training thread may be in a wait of torch for the device, as in a copy of a gradient, which nothing else
+        ends. What was copied then has no meaning. No step is made with it, because a step needs an agreement of all
+        ranks, and a commit the votes of all.
+        """
+        for group in self._groups[_TENSORS:]:
+            # The error occurs if the group was ended meanwhile.
+            with suppress(RuntimeError):
+                group.abort()
+
+    def _check_others(self) -> None:
+        """Raise _RankGoneError if another rank has gone, as far as the daemon or the ranks' key-value store says."""
+        if self._gone is not None and time.monotonic() >= self._gone[1]:
+            raise _RankGoneError(self._gone[0])
+        if self._watch is not None and (given_up := self._watch.given_up) is not None:
+            raise _RankGoneError(given_up)
 
     def _require_part(self) -> None:
         """Raise CollectiveError if this rank has abandoned the run."""
@@ -173,63 +270,127 @@ class Collectives:
                 "restart the job, it resumes from the last commit"
             ) from error
 
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective of gloo, which has a time-out of its own. For use in `within`.
+
+        Raises:
+            RuntimeError: it has failed, or a rank has gone.
+        """
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    # It has ended since, or has failed: then this raises torch's error.
+                    work.wait()
+                    return
+                self._check_others()
+            else:
+                return
+
+    def wait_for_event(self, event: torch.Event) -> None:
+        """Wait until the device has come to an event, which may come after collectives.
+
+        Raises:
+            CollectiveError: that takes longer than the time-out, or a rank has gone.
+        """
+        begun = time.monotonic()
+        try:
+            self._wait_until(event.query)
+        except RuntimeError as error:
+            with self.within("a collective of the device", begun):
+                raise RuntimeError(str(error)) from error
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait for a device, of which torch raises nothing if other ranks do not take part.
+
+        It can raise RuntimeError.
+        """
+        begun, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while not is_done():
+            self._check_others()
+            if time.monotonic() - begun >= self._timeout_seconds:
+                raise RuntimeError("the device still waits for other ranks")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _run(
+        self, what: str, index: int, collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any
+    ) -> None:
+        """Run a collective in a process group: to its end for CPU tensors; for others it is put on the stream."""
+        with self.within(what):
+            group = self._groups[index]
+            on_host = index in (_HOST, _CONTROL) or self.device.type == CPU
+            work = collective(*arguments, group=group, async_op=on_host, **options)
+            if work is not None:
+                self.wait_for(work)
+
+    def _index_for(self, tensor: torch.Tensor) -> int:
+        """Return the process group for a collective of weights or gradients."""
+        return _TENSORS if tensor.device.type == self.device.type else _HOST
+
     @contextmanager
     def _moving(self, what: str, flat: torch.Tensor) -> Iterator[None]:
-        began = time.monotonic()
-        with self.within(what):
-            yield
-        self._recorder.moved(Link.COLLECTIVES, what, flat.nbytes, began)
+        stopwatch = self.lanes.stopwatch()
+        yield
+        stopwatch.stop(partial(self._recorder.moved, Link.COLLECTIVES, what, flat.nbytes))
 
     def gather_unit(self, flat: torch.Tensor, partition: torch.Tensor, what: str) -> None:
-        """Gather a unit that all ranks have confirmed (see lockstep.py); arguments as in `all_gather_flat`."""
-        self._gather_flat(flat, partition, what, _UNITS)
+        """Gather a unit that all ranks have confirmed (see lockstep.py), within the context of `Lanes.gathering`.
+
+        The arguments are those of `all_gather_flat`, and what that context returns.
+        """
+        if self.world_size > 1:
+            with self._moving(what, flat):
+                self._run(what, _UNITS, _all_gather, flat, partition)
+        elif partition is not flat:
+            flat.copy_(partition)
 
     def all_gather_flat(self, flat: torch.Tensor, partition: torch.Tensor, what: str = "a gather of weights") -> None:
         """Fill `flat` [world * n] with every rank's `partition` [n], on any device; return when that may be reused."""
-        self._gather_flat(flat, partition, what, _MAIN)
-
-    def _gather_flat(self, flat: torch.Tensor, partition: torch.Tensor, what: str, group: int) -> None:
         if self.world_size == 1:
-            flat.copy_(partition, non_blocking=True)
-        else:
-            with self._moving(what, flat):
-                _all_gather(flat, partition.to(flat.device, non_blocking=True), group=self._groups[group])
-        if flat.is_cuda:
-            # The caller may free the partition's memory next, so the device must have finished reading from it.
-            torch.cuda.current_stream(flat.device).synchronize()
+            flat.copy_(partition)
+            return
+        with self.lanes.communicating(flat, partition), self._moving(what, flat):
+            self._run(what, self._index_for(flat), _all_gather, flat, partition.to(flat.device))
+        self.lanes.rejoin()
 
     def reduce_scatter(
         self, partition: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients", *, mean: bool = True
     ) -> None:
         """Set `partition` [n] to this rank's part of the mean over ranks of `flat` [world * n], which is overwritten.
 
+        On an accelerator, call `Lanes.rejoin` before other work than collectives uses the result.
+
         The division comes before the addition, as in DDP, because a sum of many fp16 gradients would overflow.
 
         Args:
             mean: False: `partition` is of the sum, which is not divided.
         """
-        with self._moving(what, flat):
-            _reduce_scatter(partition, flat.div_(self.world_size) if mean else flat, group=self._groups[_MAIN])
+        with self.lanes.communicating(partition, flat), self._moving(what, flat):
+            summed = flat.div_(self.world_size) if mean else flat
+            self._run(what, self._index_for(flat), _reduce_scatter, partition, summed)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of rank `source`."""
         if self.world_size > 1:
-            with self.within("a broadcast"):
-                dist.broadcast(tensor, src=source, group=self._groups[_MAIN])
+            with self.lanes.communicating(tensor):
+                self._run("a broadcast", self._index_for(tensor), dist.broadcast, tensor, src=source)
+            self.lanes.rejoin()
 
     def gather_rows(self, row: torch.Tensor, what: str = "an exchange") -> torch.Tensor:
-        """Return the `row` [n] of every rank, as [world, n]."""
+        """Return the `row` [n] of every rank, as [world, n] on the CPU."""
+        row = row.cpu()
         if self.world_size == 1:
             return row.unsqueeze(0)
-        rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype, device=self.device)
-        with self.within(what):
-            _all_gather(rows, row.to(self.device), group=self._groups[_MAIN])
+        rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype)
+        self._run(what, _HOST, _all_gather, rows, row)
         return rows.view(self.world_size, -1)
 
     def start_gather_headers(self, header: torch.Tensor, what: str) -> PendingRows:
-        """Begin to gather a `header` [n] of every rank. Does not wait.
+        """Begin to gather a `header` [n] of every rank. It does not wait.
 
-        All headers are CPU tensors of the same size n. Needs a world size above 1.
+        All headers are CPU tensors of the same size n. It needs a world size above 1.
         """
         self._require_part()
         rows = torch.empty(self.world_size, header.numel(), dtype=header.dtype)
@@ -238,9 +399,9 @@ class Collectives:
         return PendingRows(self, work, rows, what, begun)
 
     def start_exchange(self, row: torch.Tensor, what: str) -> PendingRows:
-        """Begin to gather a `row` [n] of integers of every rank. Does not wait.
+        """Begin to gather a `row` [n] of integers of every rank. It does not wait.
 
-        All rows are CPU tensors of the same size n. Needs a world size above 1.
+        All rows are CPU tensors of the same size n. It needs a world size above 1.
         """
         self._require_part()
         rows = torch.zeros(self.world_size, row.numel(), dtype=row.dtype)
@@ -253,9 +414,8 @@ class Collectives:
         """Return for each flag whether it is set on any rank."""
         if self.world_size == 1 or not flags:
             return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        with self.within(what):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups[_MAIN])
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        self._run(what, _HOST, dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in tensor.tolist()]
 
     def gather_ids(self, identity: bytes, what: str = "an exchange") -> list[bytes]:
@@ -268,11 +428,14 @@ class Collectives:
         sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)]), what).tolist()]
         row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        rows = self.gather_rows(row, what).cpu()
+        rows = self.gather_rows(row, what)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_id(self, identity: bytes) -> bytes:
-        """Return the `identity` of rank 0. The ranks must pass identities of the same length. A collective."""
+        """Return the `identity` of rank 0. The ranks must pass identities of the same length.
+
+        All ranks must call this.
+        """
         return self.gather_ids(identity)[0]
 
     def barrier(self, what: str = "a barrier") -> None:

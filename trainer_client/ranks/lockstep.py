@@ -1,6 +1,7 @@
 """The check, before each gather of a unit, that all ranks are about to gather the same unit.
 
-Owns the announcement under way. Must never let a gather begin that could fill a unit with another unit's bytes.
+This module owns the announcement under way. It must never let a gather begin that could fill a unit with another unit's
+bytes.
 
 [Note: announcements] While a unit computes, the ranks exchange headers that name the unit which each expects to gather
 next. If all expected the unit that they then want, the gather begins without a further round trip. Otherwise the ranks
@@ -31,7 +32,7 @@ class Lockstep:
         self._gathers = 0
 
     def announce(self, unit: str) -> None:
-        """Announce that this rank expects to gather `unit` next. A collective, which is begun but not waited for.
+        """Announce that this rank expects to gather `unit` next. All ranks must call this; it does not wait for them.
 
         Does nothing while an announcement is under way.
         """
@@ -40,7 +41,7 @@ class Lockstep:
             self._announced = unit, self._collectives.start_gather_headers(header, what=f"the gather of {unit}")
 
     def confirm(self, unit: str) -> None:
-        """Wait until it is certain that all ranks are about to gather `unit`. A collective.
+        """Wait until it is certain that all ranks are about to gather `unit`. All ranks must call this.
 
         Raises:
             CollectiveMismatchError: another rank is about to gather another unit.

@@ -1,7 +1,7 @@
 """The watch: which collective each rank is in, for the error message of a rank whose wait for the others times out.
 
-Owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value store), and
-what it has last read of the other ranks' places. Must never make training wait or fail.
+This module owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value
+store), and what it has last read of the other ranks' places. It must never make training wait or fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Protocol
 
 _LONGEST_INTERVAL_SECONDS = 5.0
 _UNKNOWN = "has said nothing yet"
+# A rank writes one of these before its place, to say whether it will come to further collectives.
+_TAKES_PART, _GAVE_UP = "+", "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,13 @@ class _Place:
         number: how many collectives the rank has begun.
         what: name of the last one, for people.
         inside: whether the rank is still in it.
+        is_last: whether the rank does not come to this one nor to any later one.
     """
 
     number: int
     what: str
     inside: bool
+    is_last: bool = False
 
     def __str__(self) -> str:
         if not self.number:
@@ -64,6 +68,7 @@ class Watch:
         self._interval_seconds = min(timeout_seconds / 4, _LONGEST_INTERVAL_SECONDS)
         self._place = _Place(0, "", False)
         self._heard: dict[int, str] = {}
+        self._given_up: str | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paramserver-watch", daemon=True)
         self._thread.start()
@@ -79,8 +84,16 @@ class Watch:
 
     def abandon(self, what: str, why: str) -> None:
         """Tell the other ranks that this one does not come to `what` or to any later collective, and why."""
-        self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True)
+        self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True, is_last=True)
         self._say()
+
+    @property
+    def given_up(self) -> str | None:
+        """The first rank that was heard to give up or found to have gone, for people; None if the last look found none.
+
+        The watch looks while this rank waits in a collective for longer than its interval, which is 5 s at most.
+        """
+        return self._given_up
 
     def places(self) -> str:
         """Return a text with the place of each rank, as of the last time that it was heard of."""
@@ -109,7 +122,8 @@ class Watch:
 
     def _say(self) -> None:
         try:
-            self._store.set(str(self._rank), f"{time.time()} {self._place}")
+            mark = _GAVE_UP if self._place.is_last else _TAKES_PART
+            self._store.set(str(self._rank), f"{time.time()} {mark}{self._place}")
         except RuntimeError:
             # The rank that hosts the store is gone. The collectives report that.
             return
@@ -121,5 +135,10 @@ class Watch:
                     continue
                 said_at, _, place = self._store.get(str(rank)).decode().partition(" ")
             except RuntimeError:
+                if self._given_up is None:
+                    self._given_up = "the process that has the ranks' key-value store has gone"
                 return
+            mark, place = place[:1], place[1:]
             self._heard[rank] = f"was {place} when last heard of, {max(0.0, time.time() - float(said_at)):.0f} s ago"
+            if mark == _GAVE_UP and self._given_up is None:
+                self._given_up = f"rank {rank} is {place}"

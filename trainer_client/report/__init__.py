@@ -1,1 +1,1 @@
-"""Reports and traces of steps: what was waited for, what was moved, and how far the step was from the roofline."""
+"""Reports and traces of steps: the waits, the moved bytes, and how far the step was from the roofline."""

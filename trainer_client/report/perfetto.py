@@ -1,7 +1,8 @@
 """A writer of Chrome traces, the JSON files that https://ui.perfetto.dev and chrome://tracing open.
 
 Format: "Trace Event Format" (Google, 2016), with complete events ("X", microseconds) and metadata events ("M") that
-name processes and rows. Owns nothing. Must never leave an incomplete file under the name that was asked for.
+name processes and rows. This module owns nothing. It must never leave an incomplete file under the name that the caller
+gives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The reporter, which makes the report of each step and logs a line about it.
 
 A report needs the counters of the store, which are requested when the step ends and arrive while the next step runs.
-Owns the last report and that request. Must never make a step wait; only a caller that asks for a report waits for it.
+This module owns the last report and that request. It must never make a step wait; only a caller that asks for a report
+waits for it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class _Step:
 
     Attributes:
         number: number of the step in the job.
-        sums: what this rank has recorded in the step.
-        gathers: counts of its gathers.
+        sums: the times and counts that this rank has recorded in the step.
+        gathers: counts of this rank's gathers.
         line: called with the report, to log a line; None: nothing is logged.
         answered: set when the store has answered, or failed to.
         report: the report; None before `answered` is set, or if it could not be made.
@@ -58,14 +59,14 @@ class Reporter:
         place: RankPlace,
         traces: Sequence[StepTrace | StepExport] = (),
     ) -> None:
-        """Request the store's counters from before the first step. Does not wait.
+        """Request the store's counters from before the first step. It does not wait.
 
         Args:
-            recorder: has what this rank records of a step.
+            recorder: records the times and counts of this rank.
             gathers: counts this rank's gathers.
             store: gives its counters.
             place: this rank's place in the job.
-            traces: get each step that ends.
+            traces: objects that get each step that ends.
         """
         self._recorder = recorder
         self._gathers = gathers
@@ -81,7 +82,7 @@ class Reporter:
         store.read_counters().add_done_callback(self._begin)
 
     def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> None:
-        """End step `number`, and begin to make its report. Does not wait.
+        """End step `number`, and begin to make its report. It does not wait.
 
         Args:
             number: number of the step in the job.
@@ -120,14 +121,18 @@ class Reporter:
             if step.line is not None:
                 step.line(step.report)
         except Exception:
-            # The error is logged here, because no thread waits for this one; training goes on without the report.
+            # The error is logged here, because no thread waits for this method to return. Training goes on without the
+            # report.
             log.exception("the report of step %d could not be made", step.number)
         finally:
             step.answered.set()
 
 
 def _reading(future: Future[pb.ReadCountersResponse]) -> pb.ReadCountersResponse | None:
-    """Return the counters; None if the store did not answer, which the next call that needs the store reports."""
+    """Return the counters; None if the store did not answer.
+
+    The next call that needs the store then raises the error.
+    """
     try:
         return future.result()
     except (grpc.RpcError, grpc.FutureCancelledError) as error:

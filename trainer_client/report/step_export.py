@@ -1,8 +1,9 @@
 """Traces of steps for an OpenTelemetry collector: a span for each step of this rank, with all that it did below it.
 
-The spans are those of the recorder, which `step_trace.py` writes to a file. The daemon sends its own: this module tells
-it, with each call, which step the call belongs to (W3C's `traceparent`). All ranks of a step are in one trace, whose
-root is the step of rank 0. Owns the sender and the choice of the steps. Must never make a step wait.
+The spans are those of the recorder, which `step_trace.py` writes to a file. The daemon sends its own spans: this module
+tells it, with each call, which step the call belongs to (W3C's `traceparent`). All ranks of a step are in one trace,
+whose root is the step of rank 0. This module owns the sender and the choice of the steps. It must never make a step
+wait.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ class StepExport:
         self._begin_if_due()
 
     def end_step(self, number: int, sums: StepSums) -> None:
-        """End step `number` of the job, and begin the next one. Does not wait."""
+        """End step `number` of the job, and begin the next one. It does not wait."""
         self._finish(f"step {number}", sums.began, sums.ended, number)
         self._began = sums.ended
         self._made += 1
         self._begin_if_due()
 
     def close(self) -> None:
-        """Send what is not sent yet, as far as the collector takes it within some seconds.
+        """Send the spans that are not sent yet, as far as the collector takes them within some seconds.
 
-        What happened since the last traced step ended gets a span of its own, which is no step, because the store may
+        The time since the last traced step ended gets a span of its own, which is not a step, because the store may
         have put spans below it.
         """
         self._finish("end of the run", self._began, time.monotonic(), None)

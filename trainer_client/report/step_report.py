@@ -1,6 +1,7 @@
-"""The report of a step: where its time went, what was waited for and why, what was moved, and the roofline.
+"""The report of a step: where its time went, its waits and their causes, the bytes that it moved, and the roofline.
 
-Owns the best rate that each resource has shown in the run. Must never communicate: `reporter.py` asks the store.
+This module owns the best rate that each resource has shown in the run. It must never communicate: `reporter.py` asks
+the store.
 
 [Note: the roofline] For each resource (compute, and each link that moves bytes), the report has the least time that it
 needed for this step. For compute this is the time in forward and backward without waits and copies, for a link it is
@@ -26,7 +27,7 @@ COPIED = "copied"
 COMPUTE = "compute"
 
 _COMPUTING = ("forward", "backward")
-# A transfer of fewer bytes does not count as a measured bandwidth, because latency dominates it.
+# The least bytes of a transfer that is used to measure bandwidth, because latency dominates smaller ones.
 _LEAST_BYTES = 1 << 20
 
 
@@ -95,12 +96,12 @@ class StepReport:
 
     @property
     def prefetch_hit_rate(self) -> float | None:
-        """The fraction of gathers whose bytes were in place when they were wanted; None: nothing was gathered."""
+        """The fraction of gathers whose bytes were in place when they were wanted; None if nothing was gathered."""
         return self.prefetch_hits / self.gathers if self.gathers else None
 
     @property
     def hidden_fetch_fraction(self) -> float | None:
-        """The fraction of the store's fetch time that this rank did not wait for; None: nothing came from NVMe."""
+        """The fraction of the store's fetch time that this rank did not wait for; None if nothing came from NVMe."""
         if not self.fetch_seconds:
             return None
         return max(0.0, 1.0 - self.stall_seconds.get(Cause.FETCH.value, 0.0) / self.fetch_seconds)
@@ -164,7 +165,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreWork:
-    """What the store's tiers did within a step."""
+    """The work of the store's tiers within a step."""
 
     nvme_read: int = 0
     nvme_written: int = 0

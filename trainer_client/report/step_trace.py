@@ -1,12 +1,13 @@
-"""A trace of some steps of a run: one file with what this rank and the store did, and when.
+"""A trace of some steps of a run: one file with the operations of this rank and of the store, and their times.
 
-Owns the choice of the steps, the spans that the store has sent, and the thread that writes the file. Must never make a
-step wait, nor end the training because the trace cannot be written.
+This module owns the choice of the steps, the spans that the store has sent, and the thread that writes the file. It
+must never make a step wait, nor end the training because the trace cannot be written.
 
 [Note: two clocks] The daemon's spans are on the clock of its node. Each response has the reading of that clock at the
-moment when it was sent. As with NTP, that moment is taken to be half-way between request and response on our clock,
-with an error of at most half the round trip. The sample with the shortest round trip counts. If the two clocks differ
-by less than its error, rank and daemon are on one node and use the same clock, so the difference is taken as 0.
+moment when it was sent. As with NTP, that moment is assumed to be half-way between request and response on this
+process's clock, with an error of at most half the round trip. The sample with the shortest round trip is used. If the
+two clocks differ by less than its error, rank and daemon are on one node and use the same clock, so the difference is
+taken as 0.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 STEPS_ROW = "steps"
 _ROWS = (STEPS_ROW, PHASES_ROW, COMPUTE_ROW, GATHERS_ROW, FETCHES_ROW)
-# The time that the run waits at its end for the store's last spans and for the file.
+# The most seconds that the run waits at its end for the store's last spans and for the file.
 _CLOSE_SECONDS = 10.0
 
 
@@ -63,7 +64,7 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _ClockSample:
-    """One measurement, in seconds: the daemon's clock is `offset` ahead of ours, give or take `round_trip / 2`."""
+    """One measurement, in seconds: the daemon's clock is `offset` (+- `round_trip / 2`) ahead of this one."""
 
     round_trip: float
     offset: float
@@ -103,7 +104,7 @@ class StepTrace:
         self._begin_if_due()
 
     def end_step(self, number: int, sums: StepSums) -> None:
-        """End step `number` of the job, and begin or end the trace if it is due. Does not wait."""
+        """End step `number` of the job, and begin or end the trace if it is due. It does not wait."""
         self._made += 1
         if self._state is _State.DRAINING:
             self._finish()

@@ -1,8 +1,8 @@
-"""The backward passes of an engine: what surrounds each of them.
+"""The work before and after each backward pass of an engine.
 
 `engine.backward(loss)` starts a pass, and so does the user's own `loss.backward()`, of which the hooks learn by the
-first gradient that comes. Owns the plan of a pass: which step its gradients are for, whether they are reduced, and by
-which factor they are scaled. Must never call autograd or a hook.
+first gradient that comes. This module owns the plan of a pass: which step its gradients are for, whether they are
+reduced, and by which factor they are scaled. It must never call autograd or a hook.
 
 [Note: a loss of several engines] One backward pass may bring gradients to several engines. Each engine wants its own
 gradients times its own loss scale and divided by its own accumulation steps, but a loss is multiplied by one number
@@ -14,7 +14,7 @@ one would make gradients of the engine that needs the smallest one overflow.
 [Note: a loss that is not scaled] In fp16 a loss that was computed by calling the engine has to be scaled, and the
 backward pass of one that is not is refused, as in DeepSpeed. Where the script has called `engine.module` instead,
 DeepSpeed takes the loss as it is, and its gradients are too small by the loss scale. Here they are right, because each
-gradient is multiplied by the loss scale when it is there. Those too small for fp16 are zeros by then.
+gradient is multiplied by the loss scale once it is computed. Gradients that are too small for fp16 are zeros by then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _under_way: list[float] = []
 
 @dataclass(slots=True)
 class LossFactor:
-    """What a loss was multiplied by, as one object for all engines that have scaled the loss.
+    """The factor that a loss was multiplied by. All engines that have scaled the loss share the object.
 
     Attributes:
         value: the smallest loss scale of these engines; 1 if no loss scale was applied.
@@ -63,7 +63,7 @@ class BackwardPasses:
         self._scaler = scaler
         self._micro_batches = micro_batches
         self._commits = commits
-        # The factor of the loss of the next pass; None: the user has not called `scale`.
+        # The factor of the next pass's loss; None if the user has not called `scale`.
         self._factor: LossFactor | None = None
         # Whether a forward with gradients has gone through the engine since its last step, so that losses need `scale`;
         # and whether the log has the warning about a loss that was not scaled.
@@ -71,11 +71,11 @@ class BackwardPasses:
         self._has_warned = False
 
     def expect_loss(self) -> None:
-        """Take note that a forward has gone through the engine, so that its loss is to be scaled."""
+        """Note that the user has called the engine's forward, so that the loss has to be scaled."""
         self._must_scale = self._must_scale or torch.is_grad_enabled()
 
     def end_step(self) -> None:
-        """Take note that the losses of the engine's forwards are dealt with."""
+        """Note that the step has ended, so no loss of the engine's forwards has to be scaled any more."""
         self._must_scale = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class BackwardPasses:
         return loss
 
     def begin(self) -> BackwardPlan:
-        """Begin the pass of `engine.backward`, whose loss is scaled by its caller. A collective."""
+        """Begin the pass of `engine.backward`, whose loss is scaled by its caller. All ranks must call this."""
         self._factor = None
         return self._begin(gradient_factor=1.0)
 
@@ -108,7 +108,7 @@ class BackwardPasses:
             _under_way.pop()
 
     def begin_for_user(self) -> BackwardPlan:
-        """Begin a pass that the user, or `backward` of another engine, has started. A collective.
+        """Begin a pass that the user, or `backward` of another engine, has started. All ranks must call this.
 
         The gradients are divided by the accumulation steps, because the user's loss is not; see [Note: a loss of
         several engines].
@@ -134,7 +134,7 @@ class BackwardPasses:
         return self._begin(gradient_factor=wanted / multiplied)
 
     def end(self) -> None:
-        """Count a pass that has ended well."""
+        """Count a pass that has ended without an error."""
         self._micro_batches.end_backward()
 
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
@@ -143,4 +143,6 @@ class BackwardPasses:
             # The store prepares one step at a time. By now it has made the last one, for which the forward has waited.
             self._commits.wait()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
-        return BackwardPlan(step=self._commits.next, reduces=reduces, gradient_factor=gradient_factor)
+        return BackwardPlan(
+            step=self._commits.next, reduces=reduces, is_last=is_last and reduces, gradient_factor=gradient_factor
+        )

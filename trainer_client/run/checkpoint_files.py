@@ -1,9 +1,9 @@
 """The files of a checkpoint: a manifest that says where the step is kept, and `latest`, which names the newest tag.
 
 The layout of the directories is DeepSpeed's: `SAVE_DIR/TAG/` and `SAVE_DIR/latest`. The manifest is one JSON file, so
-that a checkpoint is there whole or not at all. It has the state of the run besides its tensors, and the user's own
-state; the tensors stay in the store. Must never unpickle anything but what torch loads with `weights_only=True`, and
-must never trust a file: each is verified before it is used.
+that a checkpoint exists completely or not at all. It has the state of the run and the user's own state; the tensors
+stay in the store. This module must never unpickle anything but what torch loads with `weights_only=True`, and must
+never trust a file: each is verified before it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -23,6 +23,7 @@ import torch
 
 from trainer_client.errors import CheckpointError, ClientStateError
 from trainer_client.run import client_state
+from trainer_client.run.stored_state import decode_stored
 
 MANIFEST = "paramserver_checkpoint.json"
 LATEST = "latest"
@@ -30,7 +31,8 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 FORMAT = 1
 
-# A manifest has the random states, schedules and user values of each rank. No honest one is nearly as large.
+# The largest manifest that is read. A manifest has the random states, schedules and user values of each rank, and an
+# honest one is far smaller.
 _MOST_BYTES = 1 << 30
 _MOST_TAG_BYTES = 255
 # The beginnings and ends of the names of files that DeepSpeed writes into the directory of a tag.
@@ -50,16 +52,16 @@ class Manifest:
     """A checkpoint.
 
     Attributes:
-        tag: the name of its directory.
+        tag: the name of the checkpoint's directory.
         job, kept: the job in the stores, and the name under which they keep the step.
         step: the number of the commit in the stores.
         global_steps: the engine's count of steps, which `step` exceeds if states were changed between steps.
         stores: the stores that keep the step.
-        metric: the user's measure of the step, for `keep_best`; None: there is none.
+        metric: the number by which `keep_best` compares steps, given by the user; None: there is none.
         run_states: for each rank the encoded state of its run, as commits carry it.
         client_states: for each rank the user's state, as `encode_user_state` gives it.
         buffers: for each rank the model's buffers, encoded as the states are; "": those of rank 0.
-        saved_at: seconds since 1970.
+        saved_at: the time of the save, in seconds since 1970.
     """
 
     tag: str
@@ -84,7 +86,7 @@ class Manifest:
         """Return the manifest that `to_json` made this text of.
 
         Raises:
-            CheckpointError: the text is no manifest, is damaged, or is of a later version; the message names `path`.
+            CheckpointError: the text is not a manifest, is damaged, or is of a later version; the message names `path`.
         """
         try:
             document = json.loads(text)
@@ -128,10 +130,10 @@ class Manifest:
 
 
 def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's state for a manifest: as JSON, or if it has other types, in torch's format.
+    """Return the user's state for a manifest: as JSON or, if it has types that JSON lacks, in torch's format.
 
     Raises:
-        CheckpointError: torch would not load it with `weights_only=True`.
+        CheckpointError: torch would not load the state with `weights_only=True`.
     """
     try:
         return {"json": client_state.encode(state).decode()}
@@ -142,7 +144,7 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
         torch.save(dict(state), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception as error:  # torch and pickle raise many types for what they cannot handle.
+    except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
         raise CheckpointError(
             f"save_checkpoint(client_state=...): {refused}. Other types must load with torch.load(weights_only=True), "
             f"and do not: {error}"
@@ -151,7 +153,10 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the state of which `encode_user_state` made `encoded`. Raises CheckpointError naming `path`."""
+    """Return the state of which `encode_user_state` made `encoded`.
+
+    It can raise CheckpointError, which names `path`.
+    """
     try:
         if "json" in encoded:
             return client_state.decode(encoded["json"].encode())
@@ -162,15 +167,24 @@ def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
 
 
 def decode_run_state(encoded: str, path: str) -> dict[str, Any]:
-    """Return the state of a rank's run. Raises CheckpointError naming `path`."""
+    """Return the state of a rank's run. It can raise CheckpointError, which names `path`."""
+    return _decoded(decode_stored, "state of the run", encoded, path)
+
+
+def decode_buffers(encoded: str, path: str) -> dict[str, torch.Tensor]:
+    """Return the model's buffers of a rank by their names. It can raise CheckpointError, which names `path`."""
+    return _decoded(client_state.decode, "buffers", encoded, path)
+
+
+def _decoded(decode: Callable[[bytes], dict[str, Any]], what: str, encoded: str, path: str) -> dict[str, Any]:
     try:
-        return client_state.decode(encoded.encode())
+        return decode(encoded.encode())
     except (ClientStateError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path}: its state of the run cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: its {what} cannot be read: {error}") from error
 
 
 def check_tag(tag: str) -> str:
-    """Return a tag as the path of a directory below another one. Raises CheckpointError if it is none."""
+    """Return a tag as a relative path. Raise CheckpointError if it does not name a directory below another one."""
     path = PurePosixPath(tag)
     if (
         not path.parts
@@ -186,7 +200,10 @@ def check_tag(tag: str) -> str:
 
 
 def read_latest(directory: Path, name: str = LATEST) -> str | None:
-    """Return the tag that the file `name` names; None if there is no such file. Raises CheckpointError, OSError."""
+    """Return the tag that the file `name` names; None if there is no such file.
+
+    It can raise CheckpointError, OSError.
+    """
     try:
         with (directory / name).open("rb") as file:
             content = file.read(_MOST_TAG_BYTES + 1)
@@ -202,7 +219,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest in the directory of a tag.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or the directory has files of DeepSpeed's.
+        CheckpointError: there is no manifest, it is damaged, or the directory has files of DeepSpeed's.
         OSError: the file cannot be read.
     """
     path = directory / MANIFEST
@@ -221,7 +238,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that appears at `path` when it is complete and on the disk. Raises OSError."""
+    """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -240,7 +257,10 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a manifest, its directory if nothing else is in it, and `latest` if it names it. Raises OSError."""
+    """Remove a manifest, its directory if that is empty then, and `latest` if it names the tag.
+
+    It can raise OSError.
+    """
     (directory / MANIFEST).unlink(missing_ok=True)
     latest = directory.parent / LATEST
     with suppress(OSError, ValueError):

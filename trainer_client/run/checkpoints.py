@@ -1,9 +1,10 @@
 """Checkpoints with DeepSpeed's verbs: steps that the stores keep, and a small manifest of each in a directory.
 
 Saving copies nothing: the stores keep the newest commit under a name, and rank 0 writes the manifest. Loading makes a
-new commit with the values of a kept step, of whichever job and however many ranks, so that later checkpoints stay. Owns
-the names of the steps that are kept for checkpoints, and forgets those that the retention of the config does not need.
-Must never forget a step only because its directory is out of sight.
+new commit with the values of a kept step, of any job and any number of ranks. So checkpoints that are later than the
+loaded one are kept. This module owns the names of the steps that are kept for checkpoints, and forgets those that the
+retention of the config does not need. It must never forget a step only because its directory cannot be found, for
+example because a file system is not mounted.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from trainer_client.run.stored_step import StoreAddress, StoredStep
 log = logging.getLogger(__name__)
 
 _NONCE_BYTES = 4
-# A note in the store has at most this many bytes; the path of a directory that has more is left out.
+# A note in the store has at most this many bytes; a longer path of a directory is left out.
 _MOST_NOTE_BYTES = 1024
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint that was found, for this rank.
+    """A checkpoint that `find` has found, as this rank sees it.
 
     Attributes:
         path: the file of its manifest.
@@ -72,7 +73,7 @@ class _Present:
 
 
 class Checkpoints:
-    """Saves and finds the checkpoints of one run, as one rank does it."""
+    """The checkpoints of one run, which this rank saves and finds together with the others."""
 
     def __init__(
         self, user: UserObjects, rank: RankContext, states: Sequence[PlacedStates], *, leads_store: bool
@@ -106,14 +107,14 @@ class Checkpoints:
         metric: float | None,
         save_latest: bool,
     ) -> Path:
-        """Keep the commit `step` in all stores, and write a manifest of it. A collective.
+        """Keep the commit `step` in all stores, and write a manifest of it. All ranks must call this.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError, StoreError, OSError: it could not be saved, on this or on another rank. No step is kept,
-                and a checkpoint of the same tag is as it was.
+            CheckpointError, StoreError, OSError: this or another rank failed to save it. Then no step is kept, and an
+                earlier checkpoint of the same tag is unchanged.
         """
         tag = files.check_tag(self._agree_on(tag))
         directory = Path(save_dir).absolute() / tag
@@ -159,8 +160,8 @@ class Checkpoints:
     def find(self, load_dir: str | Path, tag: str | None, *, strict: bool) -> Loaded | None:
         """Find a checkpoint and the stores that keep its step; None if `tag` is None and `latest` does not exist.
 
-        A collective; rank 0 reads the files and asks the stores for all ranks. With `checkpoint.load_universal` in the
-        config, the file is `latest_universal`, and it must exist, as with DeepSpeed.
+        All ranks must call this; rank 0 reads the files and asks the stores for all ranks. With
+        `checkpoint.load_universal` in the config, the file is `latest_universal`, and it must exist, as with DeepSpeed.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
@@ -200,7 +201,9 @@ class Checkpoints:
         return self._on_all_ranks_alike("load_checkpoint()", lambda: self._loaded(**found))
 
     def hand_over(self, loaded: Loaded, step: int, *, with_states: bool) -> None:
-        """Hand over the values of a checkpoint for the uncommitted `step`, and set the model's buffers. A collective.
+        """Hand over the values of a checkpoint for the uncommitted `step`, and set the model's buffers.
+
+        All ranks must call this.
 
         Args:
             with_states: whether the optimizer's states are loaded, too.
@@ -209,7 +212,7 @@ class Checkpoints:
             StoreError: a store failed.
         """
         source, manifest = loaded.source, loaded.manifest
-        # A rank's own store comes first, so that the rank reads from it whatever it has.
+        # A rank's own store comes first, so that the rank reads from it all elements that it has.
         stores = sorted(source.stores, key=lambda store: store.epoch != self._store.epoch)
         with StoredStep(
             job=manifest.job,
@@ -234,7 +237,10 @@ class Checkpoints:
                 self._user.module.get_buffer(name).copy_(value)
 
     def _agree_on(self, tag: str) -> str:
-        """Return the tag of rank 0. A collective. Raises ConfigError if `checkpoint.tag_validation` asks for that."""
+        """Return the tag of rank 0. All ranks must call this.
+
+        Raise ConfigError if `checkpoint.tag_validation` asks for that.
+        """
         tags = [given.decode() for given in self._collectives.gather_bytes(tag.encode(), "save_checkpoint()")]
         different = [rank for rank, other in enumerate(tags) if other != tags[0]]
         if different:
@@ -259,7 +265,7 @@ class Checkpoints:
             try:
                 files.write(root / files.LATEST, manifest.tag)
             except OSError:
-                # The caller has the stores forget the step, so the manifest must not name it.
+                # The caller makes the stores forget the step, so no manifest must name it.
                 if before is None:
                     files.remove(directory)
                 else:
@@ -280,7 +286,10 @@ class Checkpoints:
         )
 
     def _clean_up(self, newest: Manifest) -> list[str]:
-        """Call `_unneeded`. A failure is only logged, because the checkpoint is saved; the next save tries again."""
+        """Return the result of `_unneeded`, or an empty list if it fails.
+
+        The failure is only logged, because the checkpoint itself is saved, and the next save calls `_unneeded` again.
+        """
         try:
             return self._unneeded(newest)
         except (TrainerClientError, OSError) as error:
@@ -290,9 +299,9 @@ class Checkpoints:
     def _unneeded(self, newest: Manifest) -> list[str]:
         """Return the kept steps of this job that no checkpoint needs any more; remove the manifests of old checkpoints.
 
-        Rank 0 calls this. A step whose directory was deleted is not needed if this process has seen the directory
-        before, on the file system that is there now. Otherwise the directory may only be out of sight, and a warning
-        says how to forget the step.
+        Rank 0 calls this. If the directory of a step's checkpoint is missing, the step is not needed if this process
+        has seen the directory before on the file system that is mounted now. Otherwise that file system may only be
+        unmounted, so the step is kept, and a warning says how to forget it.
         """
         kept = {step.name: step.note for step in self._store.list_kept_steps() if step.note}
         self._seen = {name: present for name, present in self._seen.items() if name in kept}
@@ -333,7 +342,7 @@ class Checkpoints:
         return removed
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Have this rank's store forget steps. A failure is only logged, because the checkpoint itself is saved."""
+        """Make this rank's store forget steps. A failure is only logged, because the checkpoint itself is saved."""
         for name in names if self._leads_store else ():
             try:
                 self._store.forget_step(name)
@@ -347,7 +356,7 @@ class Checkpoints:
         state = files.decode_run_state(manifest.run_states[rank if known else 0], path)
         if not known:
             state["random"] = client_state.derived_random_states(state["random"], rank)
-        buffers = files.decode_run_state((manifest.buffers[rank] if known else "") or manifest.buffers[0], path)
+        buffers = files.decode_buffers((manifest.buffers[rank] if known else "") or manifest.buffers[0], path)
         try:
             counts = state["update_counts"]
             state["update_counts"] = [
@@ -375,7 +384,7 @@ class Checkpoints:
         )
 
     def _on_all_ranks(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Call `act` on every rank, and return all results, which are JSON types. A collective.
+        """Call `act` on every rank, and return all results, which are JSON types. All ranks must call this.
 
         Raises:
             TrainerClientError, OSError: `act` has failed on this rank.
@@ -394,7 +403,7 @@ class Checkpoints:
         return [other["result"] for other in answers]
 
     def _on_rank_0(self, what: str, act: Callable[[], Any]) -> Any:
-        """Call `act` on rank 0, and return its result, which is of JSON types, on every rank. A collective.
+        """Call `act` on rank 0, and return its result, which is of JSON types, on every rank. All ranks must call this.
 
         Raises:
             TrainerClientError, OSError: `act` has failed, on rank 0.
@@ -403,7 +412,10 @@ class Checkpoints:
         return self._on_all_ranks(what, lambda: act() if self._collectives.rank == 0 else None)[0]
 
     def _on_all_ranks_alike(self, what: str, act: Callable[[], T]) -> T:
-        """Call `act` on every rank, and return this rank's result. A collective that raises as `_on_all_ranks`."""
+        """Call `act` on every rank, and return this rank's result. All ranks must call this.
+
+        It raises what `_on_all_ranks` raises.
+        """
         results: list[T] = []
         self._on_all_ranks(what, lambda: results.append(act()))
         return results[0]
@@ -423,7 +435,7 @@ def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def to_keep(present: Mapping[str, tuple[int, float | None]], section: CheckpointsSection) -> set[str]:
-    """Return the names of the checkpoints that the retention keeps; all of them if it names no number.
+    """Return the names of the checkpoints that the retention keeps; all names if the section sets no number.
 
     Args:
         present: the global step and the metric of each checkpoint, by its name.
@@ -432,7 +444,7 @@ def to_keep(present: Mapping[str, tuple[int, float | None]], section: Checkpoint
         return set(present)
     by_step = sorted(present, key=lambda name: present[name][0], reverse=True)
     sign = 1 if section.best == "min" else -1
-    # A metric that is no number (NaN) is never the best.
+    # A metric that is not a number (NaN) is never the best.
     metrics = {name: metric for name in by_step if (metric := present[name][1]) is not None and not math.isnan(metric)}
     best = sorted(metrics, key=lambda name: sign * metrics[name])
     kept = set(by_step[: section.keep_last or 1])
@@ -443,7 +455,7 @@ def to_keep(present: Mapping[str, tuple[int, float | None]], section: Checkpoint
 
 
 def _device_of(path: Path) -> int | None:
-    """Return the device of a path, or of the nearest directory above it that is there."""
+    """Return the number of the device that has a path, or the nearest existing directory above it."""
     for place in (path, *path.parents):
         try:
             return place.stat().st_dev

@@ -1,6 +1,7 @@
-"""The client state of a commit: what a run needs besides its tensors to resume exactly, as JSON without any pickle.
+"""The client state of a commit: the values besides tensors that a run needs to resume exactly, as JSON without pickle.
 
-Owns the encoding, and the states of the random generators. Must never read a format that it did not write.
+This module owns the encoding, and the states of the random generators. It must never read a format that it did not
+write.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import random
 import sys
 from collections import Counter
@@ -16,20 +18,26 @@ from typing import Any
 
 import torch
 
+from trainer_client import device as devices
 from trainer_client.errors import ClientStateError
 
+log = logging.getLogger(__name__)
+
 FORMAT = 2
+
+# The generators that every machine has. All other keys of random states are kinds of devices, as torch names them.
+_ON_HOST = frozenset({"torch", "python", "numpy"})
 
 _TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
 
 
 def encode(state: Mapping[str, Any]) -> bytes:
-    """Return the encoded state. Raises ClientStateError if a value cannot be encoded; the message has its place."""
+    """Return the encoded state. Raise ClientStateError if a value cannot be encoded; the message has its place."""
     return json.dumps({"format": FORMAT, "state": _pack(state, "")}, separators=(",", ":")).encode()
 
 
 def decode(encoded: bytes) -> dict[str, Any]:
-    """Return the decoded state. Raises ClientStateError if it was not written in this version's format."""
+    """Return the decoded state. Raise ClientStateError if it was not written in this version's format."""
     try:
         document = json.loads(encoded)
         if document["format"] == FORMAT:
@@ -41,10 +49,13 @@ def decode(encoded: bytes) -> dict[str, Any]:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators that a training loop uses: torch, Python, and numpy if it is imported."""
+    """Return the states of all generators that a training loop uses.
+
+    They are those of torch, Python, numpy if it is imported, and of `device` under its kind, unless it is the CPU.
+    """
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != devices.CPU:
+        states[device.type] = devices.random_state(device)
     if numpy := sys.modules.get("numpy"):
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         states["numpy"] = (name, keys.tolist(), position, has_gauss, cached)
@@ -59,8 +70,8 @@ def derived_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "python": random.Random(seed).getstate(),
     }
-    if "cuda" in states and torch.cuda.is_available():
-        derived["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
+    if (kind := devices.kind_in_use()) in states:
+        derived[kind] = torch.Generator(kind).manual_seed(seed).get_state()
     if "numpy" in states and (numpy := sys.modules.get("numpy")):
         name, keys, position, has_gauss, cached = numpy.random.RandomState(seed % (1 << 32)).get_state()
         derived["numpy"] = (name, keys.tolist(), position, has_gauss, cached)
@@ -68,15 +79,26 @@ def derived_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Set the random generators of torch, Python, CUDA and numpy to the states that a commit carried.
+    """Set the random generators of torch, Python, `device` and numpy to the states that a commit carried.
 
-    The generators of `device` and of numpy are left as they are if the commit has no state for them, and numpy's also
-    if this process has not imported numpy.
+    The generators of `device` and of numpy are left as they are if the commit has no state for them, and numpy's
+    generator also if this process has not imported numpy. A warning says if the commit was made on another kind of
+    device, because its random numbers cannot go on then.
     """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != devices.CPU and device.type in states:
+        devices.set_random_state(states[device.type], device)
+    committed_on = next((kind for kind in states if kind not in _ON_HOST), devices.CPU)
+    if committed_on != device.type:
+        seed = "have the seed that the script gave them" if device.type != devices.CPU else "go on as the host's did"
+        log.warning(
+            "the step was committed on %s, and this rank computes on %s: the random numbers of dropout and of others "
+            "on the device %s, so this run differs from one that was not interrupted",
+            committed_on,
+            device.type,
+            seed,
+        )
     if "numpy" in states and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(states["numpy"])
 

@@ -1,13 +1,14 @@
-"""The commits of a run: the newest one, the one under way, and the rule which steps are committed.
+"""The commits of a run: the newest one, the one under way, and the rule that says which steps are committed.
 
-Owns their numbers. A training step makes one commit, and so does a change of the states between two steps. The number
-of a commit therefore equals that of its step only until the user changes states between steps.
+This module owns the numbers of the commits. A training step makes one commit, and so does a change of the states
+between two steps. The number of a commit therefore equals that of its step only until the user changes states between
+steps.
 
 [Note: states on the device] A commit always has the states of one whole step. If an update changes any bytes in the
-store, each step is committed, and the commit includes what is newer on the device. If all changing states live on the
-device, only as many steps are committed as the durability class requires: each (`step`), every N-th (`snapshot:N`), or
-none after the first commit (`none`). With `snapshot:N` the numbers are then multiples of N, because the store makes
-those commits durable.
+store, each step is committed, and the commit includes the states that are newer on the device. If all changing states
+live on the device, only as many steps are committed as the durability class requires: each (`step`), every N-th
+(`snapshot:N`), or none after the first commit (`none`). With `snapshot:N` the numbers are then multiples of N, because
+the store makes those commits durable.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Commits:
         states: the states of all groups.
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
-        handed_over: number of the first commit, if states are handed over for it already; else None.
+        handed_over: number of the first commit, if states are handed over for it already; None: they are not.
+        on_made: is called with the number of each commit once it is as durable as the store makes it. The commit counts
+            as made when this returns; an error of it is raised by `wait`.
     """
 
     def __init__(
@@ -44,20 +47,22 @@ class Commits:
         *,
         newest: int | None,
         handed_over: int | None,
+        on_made: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.newest = newest
+        self._on_made = on_made
         self._handed_over = handed_over
         self._store = store
         self._states = states
         self._pending: Pending[None] | None = None
-        # The number of steps from one commit to the next; 0: steps are not committed.
+        # The number of steps from one commit to the next; 0 if steps are not committed.
         self._interval = 1
         if not any(state.is_in_store for state in states):
             self._interval = durable_every_steps(parse_durability(durability))
         # Until the first commit there is one version only, so reads need no step filter.
         if newest is not None and handed_over is None:
             store.read_as_of(newest)
-        # The client state of the last step, or of the last change of states after it; None: it was not encoded.
+        # The client state of the last step, or of the last change of states after it; None if it was not encoded.
         self._of_last_step: bytes | None = None
         # Whether a step was made that the newest commit does not have.
         self.is_behind = False
@@ -74,11 +79,11 @@ class Commits:
 
     @property
     def state_of_last_step(self) -> bytes | None:
-        """The client state at the end of the last step; None: steps are not committed, so that it was not encoded."""
+        """The client state at the end of the last step; None if steps are not committed: it is not encoded then."""
         return self._of_last_step
 
     def note_state(self, client_state: bytes) -> None:
-        """Take note of the client state that the run goes on from, because a commit of an earlier run had it."""
+        """Store the client state with which the run resumes. A commit of an earlier run had it."""
         self._of_last_step = client_state
 
     def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
@@ -100,10 +105,12 @@ class Commits:
             self.begin(self._of_last_step)
 
     def begin(self, client_state: bytes) -> None:
-        """Hand over what is newer on the device, and vote for the next commit. Does not wait for that commit.
+        """Hand over the states that are newer on the device, and vote for the next commit.
 
-        The commit includes all that this rank has handed over since the last one. The vote reports the last commit as
-        settled: all ranks have it, because they meet between two commits.
+        It does not wait for that commit.
+
+        The commit includes all states that this rank has handed over since the last commit. The vote reports the last
+        commit as settled: all ranks have it, because they meet between two commits.
         """
         self.wait()
         settled = 0 if self.newest is None else self.newest
@@ -119,10 +126,15 @@ class Commits:
         self._pending = None
 
     def wait(self) -> None:
-        """Wait until the newest commit is made, as durable as its durability class requires. Raises StoreError."""
+        """Wait until the newest commit is made, as durable as its durability class requires.
+
+        It can raise StoreError.
+        """
         if self._pending is not None:
+            assert self.newest is not None, "a pending commit has a number"
             try:
                 self._pending.wait()
+                self._on_made(self.newest)
             except StoreError:
                 self._pending = None
                 raise

@@ -1,6 +1,6 @@
 """Two records that `initialize` makes before there is an engine: the user's objects, and this rank's connections.
 
-Owns nothing. Must never do anything: the job and the assembly of the engine read these records.
+This module owns nothing. It has no functions: the job and the assembly of the engine read these records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer_client.transport.rank_store import RankStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserObjects:
-    """What the user has passed to `initialize`, or what `initialize` has made of it.
+    """The objects that the user has passed to `initialize`, or that `initialize` has made from the arguments.
 
     Attributes:
         parameters: the parameters of `module`, in the model's order.
@@ -40,7 +40,7 @@ class UserObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What this rank is, and how it reaches the store and the other ranks."""
+    """This rank's number and device, and its connections to the store and to the other ranks."""
 
     settings: TrainingConfig
     place: JobPlace

@@ -1,8 +1,8 @@
 """Training data in an order that depends neither on the number of ranks nor on interruptions.
 
-Owns the order of the samples and the cursor in it. The cursor counts the samples that training steps of all ranks have
-consumed. It does not count samples that workers have fetched ahead, or that the loop has taken and not trained on. Must
-never use the random generators of the training loop.
+This module owns the order of the samples and the cursor in it. The cursor counts the samples that training steps of all
+ranks have consumed. It does not count samples that workers have fetched ahead, or that the loop has taken and not
+trained on. This module must never use the random generators of the training loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class GlobalOrder(Sampler[list[int]]):
 
     The order of an epoch follows from seed and epoch alone. Each step takes the next `batch.train` samples; the last
     step of an epoch is filled up with the epoch's first samples, or left out (`drop_last`). The ranks take turns at the
-    samples: number i of an epoch is rank `i % world_size`'s. So a step has the same samples on any number of ranks, and
-    each rank has those that torch's DistributedSampler would give it, which DeepSpeed's loader uses.
+    samples: sample number i of an epoch goes to rank `i % world_size`. So a step has the same samples on any number of
+    ranks, and each rank has those that torch's DistributedSampler would give it, which DeepSpeed's loader uses.
 
     Attributes:
         size: number of samples of the dataset.
@@ -82,9 +82,12 @@ class GlobalOrder(Sampler[list[int]]):
                 yield [int(order[(first + turn * self._world_size) % self.size]) for turn in range(micro)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, as DistributedSampler's `set_epoch`. In the middle of it, stay there.
+        """Go to the beginning of an epoch, as DistributedSampler's `set_epoch`.
 
-        A loop calls this at the beginning of each epoch. A resumed run is in the middle of one, and goes on there.
+        If the cursor is in the middle of this epoch, it stays there.
+
+        A training loop calls this at the beginning of each epoch. A resumed run may be in the middle of the epoch, and
+        goes on there.
         """
         if epoch != self.epoch:
             self.epoch, self.samples = epoch, 0
@@ -103,7 +106,8 @@ class GlobalOrder(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.size)
-        # DistributedSampler shuffles so, and a script of DeepSpeed keeps its losses when it moves here.
+        # DistributedSampler shuffles in this way. So a script that moves from DeepSpeed to this library keeps its
+        # losses.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.size, generator=generator)
 
@@ -178,7 +182,10 @@ class TrainingLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a stored cursor. Where dataset, seed or shuffle are others than then, those of today count."""
+        """Go on from a stored cursor.
+
+        If dataset, seed or shuffle differ from the stored ones, those of this run are used.
+        """
         order = self._order
         order.epoch, order.samples = int(state["epoch"]), int(state["samples"])
         if order.samples >= order.end:
@@ -197,8 +204,8 @@ def make_loader(
 ) -> DataLoader[Any] | None:
     """Return the loader for the dataset that the user passes to `initialize`; None without a dataset.
 
-    A dataset with a length gets a TrainingLoader. One without (an IterableDataset) is loaded in its own order, in
-    micro-batches, and has no cursor here.
+    A dataset with a length gets a TrainingLoader. A dataset without a length (an IterableDataset) is loaded in its own
+    order, in micro-batches, and its loader has no cursor.
 
     Args:
         drop_last: whether the samples that do not fill a last step (without a length: a last micro-batch) are left out.

@@ -1,7 +1,7 @@
-"""What a rank declares of a job: its flat groups, their placement, and the request that opens the job.
+"""The declaration of a job by a rank: its flat groups, their placement, and the request that opens the job.
 
-Pure functions of the model, the config and the number of ranks, so that `paramserver plan` computes a job's bytes with
-the code that lays the job out. Must never contact a store.
+It has pure functions of the model, the config and the number of ranks, so that `paramserver plan` computes a job's
+bytes with the code that lays the job out. This module must never contact a store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flat_groups(
 ) -> list[FlatGroup]:
     """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart.
 
-    Trainable parameters whose gradients are added over ranks in different dtypes are apart, too.
+    Trainable parameters whose gradients are added over ranks in different dtypes are in different groups, too.
 
     On the meta device the groups take no memory.
     """
@@ -63,7 +63,7 @@ def flat_groups(
 
 
 def _suffix(dtype: torch.dtype, usual: torch.dtype, prefix: str = "") -> str:
-    """Return the part of a group's name that says a dtype; "" for the usual one."""
+    """Return the part of a group's name that gives its dtype; "" for the usual dtype."""
     return "" if dtype is usual else f":{prefix}{str(dtype).removeprefix('torch.')}"
 
 

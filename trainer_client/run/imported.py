@@ -1,8 +1,8 @@
-"""Going on from a job that `paramserver import` made: its client state, in the form of a commit of this run.
+"""The client state of a job that `paramserver import` made, converted to the form of a commit of this run.
 
-The checkpoint that was imported knows parameters by name, and not what a run of this library also notes. So groups are
-found by the names of their parameters, and this run's own values stand for what is not known. Must never change a state
-that a trainer has committed.
+The imported checkpoint names its parameters, and lacks other values that a run of this library stores. So groups are
+found by the names of their parameters, and this run's own values are used for those that the checkpoint lacks. This
+module must never change a state that a trainer has committed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainer_client.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 
-# The settings of a parameter group that go on from the checkpoint. The others choose a kernel, or are not known here.
+# The settings of a parameter group that are taken from the checkpoint. The others choose a kernel, or do not exist in
+# this library.
 _SETTINGS = frozenset(
     {
         *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"),
@@ -31,11 +32,11 @@ _SETTINGS = frozenset(
 
 def is_imported(state: Mapping[str, Any]) -> bool:
     """Return whether an import made the client state, and no trainer has gone on from it yet."""
-    return state.get("imported") is not None
+    return state["imported"] is not None
 
 
 def describe_origin(state: Mapping[str, Any]) -> str:
-    """Return where an imported job is from, for a line of the log."""
+    """Return a text that says from which checkpoint a job was imported, for a line of the log."""
     origin = state["imported"]
     return f"{origin['source']} ({origin['format']})"
 
@@ -67,11 +68,12 @@ def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Give the model the buffers of a commit, as far as it has them with the same shapes.
 
     Args:
-        state: the client state of the commit for this rank. That of rank 0 has them beside the names of the model.
+        state: the client state of the commit for this rank. That of rank 0 has the buffers beside the names of the
+            model.
     """
     own = dict(model.named_buffers(remove_duplicate=False))
-    stored = state.get("buffers") if state["model"] is None else state["model"]["buffers"]
-    # A commit of an earlier version has no buffers of the ranks after rank 0.
+    stored = state["buffers"] if state["model"] is None else state["model"]["buffers"]
+    # Commits of earlier versions have no buffers, or only those of rank 0.
     for name, values in (stored or {}).items():
         if name not in own or own[name].shape != values.shape:
             log.warning("the stored buffer %r of shape %s is not in this model", name, list(values.shape))
@@ -88,7 +90,8 @@ def _settings(
 ) -> list[dict[str, Any]] | None:
     """Return the settings of this run's groups, with the stored values of groups that have the same parameters.
 
-    Frozen parameters in a group do not count, because DeepSpeed drops them. None: no group is the same.
+    Frozen parameters in a group are ignored in this comparison, because DeepSpeed drops them. Return None if no group
+    has the same parameters.
     """
     found = {
         frozenset(names[index] for index in _indexes(group["params"]) if index in names): group for group in stored

@@ -1,6 +1,6 @@
-"""Opening a job on one rank: declare its shards, fill it or roll it back, and make the parts of an engine from it.
+"""The opening of a job on one rank: its shards are declared, filled or rolled back, and an engine's parts are made.
 
-Owns the order of these steps. Must never train; the engine uses what is made here.
+This module owns the order of these steps. It must never train; the engine uses the objects that are made here.
 """
 
 from __future__ import annotations
@@ -8,29 +8,33 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
+from trainer_client.device import CPU, memory_bytes
 from trainer_client.errors import ConfigError, JobConflictError, OtherModelError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.model.placement import PlacementPolicy
 from trainer_client.model.states import PlacedStates
-from trainer_client.model.unit_policy import UnitPolicy, find_units
+from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.declaration import assign, flat_groups, open_request
+from trainer_client.run.device_budget import need_of, require_room
 from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
+from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
 
@@ -38,10 +42,13 @@ log = logging.getLogger(__name__)
 
 _ID_BYTES = 16
 
+T = TypeVar("T")
+
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
-    # This rank's store need not have the job, because stores of other nodes may have it; `_begin` checks all together.
+    # With "must" the store is not asked to refuse a missing job, because stores of other nodes may have it. `_begin`
+    # checks all stores together.
     "must": pb.RESUME_POLICY_AUTO,
 }
 
@@ -52,6 +59,7 @@ class Job:
     Attributes:
         units: the units of the model, the root first.
         states: this rank's partitions of all groups, in the order of the units.
+        lanes: the copies between this rank's host memory and its device.
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
         leads_store: whether this rank speaks for all ranks that use its store.
@@ -70,7 +78,7 @@ class Job:
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
-        """Open the job, and hand over or load its states. A collective."""
+        """Open the job, and hand over or load its states. All ranks must call this."""
         settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
         self._parameters = user.parameters
@@ -79,14 +87,15 @@ class Job:
         self._collectives = collectives
         self._place = rank.place
         self._policy = PrecisionPolicy.of(settings)
-        # Ranks share a store if their daemons have the same epoch, the random name of a daemon's start.
-        epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
-        self._store_ranks = [number for number, other in enumerate(collectives.gather_ids(epoch)) if other == epoch]
+        self._store_ranks = self._within_one_epoch(self._find_sharers)
         self.sharers = len(self._store_ranks)
         self.leads_store = self._store_ranks[0] == collectives.rank
         placement = PlacementPolicy.of(settings)
+        self.lanes = collectives.lanes
         self.gather = self._choose_gather(placement)
         specs = find_units(user.module, user.parameters, unit_policy)
+        if collectives.device.type != CPU:
+            self._require_device_memory(specs, placement)
         groups_of_units = [
             flat_groups(
                 spec,
@@ -108,6 +117,7 @@ class Job:
                 groups=groups_of_unit,
                 gather=self.gather,
                 store=store,
+                lanes=self.lanes,
                 residence=placement.residence,
                 transient_host_bytes=sum(
                     g.whole_bytes for g in groups_of_unit if placed[g.name].parameters is not Home.HOST
@@ -118,7 +128,11 @@ class Job:
         layout = name_layout(groups, collectives)
         opened = self._open(layout)
         section = settings.paramserver
-        start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
+        # A replica may have a newer step than this store, for example if this node's state was lost.
+        peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
+        start = self._within_one_epoch(
+            lambda: find_start(section.job, layout, opened.layouts, groups, store, peers, collectives)
+        )
         self.resumed_step = None if start is None else start.step
         self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
@@ -127,10 +141,38 @@ class Job:
             load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
 
+    def _within_one_epoch(self, act: Callable[[], T]) -> T:
+        """Return the result of `act`, during which no daemon of a rank was restarted. All ranks must call this.
+
+        An epoch is the random name of a daemon's start. After a restart only some ranks may have attached again yet, so
+        what `act` found by comparing epochs may be wrong. `act` is called again then.
+        """
+        while True:
+            epoch = self._store.confirm_epoch()
+            failure, found = None, list[T]()
+            try:
+                found.append(act())
+            except JobConflictError as error:
+                failure = error
+            (restarted,) = self._collectives.any_rank([self._store.confirm_epoch() != epoch])
+            if restarted:
+                continue
+            if failure is not None:
+                raise failure
+            return found[0]
+
+    def _find_sharers(self) -> Sequence[int]:
+        """Return the ranks that use the same store as this one, because their daemons have its epoch.
+
+        All ranks must call this.
+        """
+        epoch = hashlib.sha256(self._store.epoch.encode()).digest()[:_ID_BYTES]
+        return [number for number, other in enumerate(self._collectives.gather_ids(epoch)) if other == epoch]
+
     def _fill(
         self, start: Start | None, opened: pb.OpenJobResponse, initial_values: InitialValues
     ) -> tuple[dict[str, Any] | None, int | None]:
-        """Give the states the values that the run starts from. A collective.
+        """Give the states the values that the run starts from. All ranks must call this.
 
         Returns:
             The values of the attributes `resumed_state` and `handed_over_step`.
@@ -140,7 +182,7 @@ class Job:
             return None, 0
         if start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
-            resumed_state = client_state.decode(encoded)
+            resumed_state = decode_stored(encoded)
             self._register()
             self._roll_back(start.step)
             for state in self.states:
@@ -173,15 +215,41 @@ class Job:
         # On the CPU, parameters in the arena are mapped in place, which is faster than any copy or collective.
         host = self._collectives.device.type == "cpu"
         if asked == "store" or (asked == "auto" and host and not far and not kept):
-            return OneSidedGather(self._store, ranks)
-        return CollectiveGather(self._store, self._collectives)
+            return OneSidedGather(self._store, ranks, self.lanes)
+        return CollectiveGather(self._store, self._collectives, self.lanes)
 
-    def _open(self, layout: str) -> pb.OpenJobResponse:
-        """Attach to the job, and return the store's response, with what is committed of it.
+    def _require_device_memory(self, specs: Sequence[UnitSpec], placement: PlacementPolicy) -> None:
+        """Check that what this job has on the device fits there, before any of it is allocated.
+
+        All ranks must call this.
 
         Raises:
-            JobConflictError: the job cannot be gone on with. Where the user has to choose what becomes of the stored
-                model, the message has the choices.
+            ConfigError: it does not fit on this rank's device, or on that of another rank.
+        """
+        rank, size, device = self._collectives.rank, self._collectives.world_size, self._collectives.device
+        units = [
+            flat_groups(spec, self._optimizer, self._policy, rank=rank, world_size=size, device=torch.device("meta"))
+            for spec in specs
+        ]
+        need = need_of(units, assign(list(chain.from_iterable(units)), placement))
+        failure: ConfigError | None = None
+        if (memory := memory_bytes(device)) is not None:
+            try:
+                require_room(need, str(device), *memory)
+            except ConfigError as error:
+                failure = error
+        (failed_somewhere,) = self._collectives.any_rank([failure is not None], "the look at the devices' memory")
+        if failure is not None:
+            raise failure
+        if failed_somewhere:
+            raise ConfigError("this job does not fit on the device of another rank: see its message")
+
+    def _open(self, layout: str) -> pb.OpenJobResponse:
+        """Attach to the job, and return the store's response, which has the committed steps.
+
+        Raises:
+            JobConflictError: this run cannot go on with the job. If the user has to choose what becomes of the stored
+                model, the message lists the choices.
         """
         section = self._settings.paramserver
         request = open_request(
@@ -208,7 +276,7 @@ class Job:
             raise type(error)(error.code, f"{error.message}.\n{ways_on}") from error
 
     def _begin(self, initial_values: InitialValues) -> None:
-        """Stage the initial values of a new job, and free the model's own memory. A collective.
+        """Stage the initial values of a new job, and free the model's own memory. All ranks must call this.
 
         Raises:
             StoreNotFoundError: paramserver.resume is "must".
@@ -223,25 +291,33 @@ class Job:
         initial_values.stage(self.states)
 
     def _take_over(self) -> None:
-        """Update what each rank keeps of other ranks' partitions, and free the model's own memory. A collective."""
+        """Update each rank's copies of other ranks' partitions, and free the model's own memory.
+
+        All ranks must call this.
+        """
         for state in self.states:
             state.refill()
             state.group.take_over()
 
     def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
-        """Hand over, for `step`, the values of a step in another layout, and return its client state. A collective."""
+        """Hand over, for `step`, the values of a step in another layout, and return its client state.
+
+        All ranks must call this.
+        """
         if self._collectives.rank == 0:
             log.info("job %r: its shards are laid out anew, from step %d", self._place.job, start.step)
         self._store.begin_layout(step)
         self._register()
-        with StoredStep(
+        open_stored_step = partial(
+            StoredStep,
             job=self._place.job,
             layout=start.layout,
             step=start.step,
             stores=start.stores,
             credentials=self._store.credentials,
-        ) as stored_step:
-            fill(self.states, stored_step, start.fresh, step)
+        )
+        with open_stored_step() as stored_step:
+            fill(self.states, stored_step, open_stored_step, start.fresh, step)
             return carried_state(stored_step, start, self._parameters, self._optimizer, self._collectives.rank)
 
     def _register(self) -> None:
@@ -249,10 +325,11 @@ class Job:
         self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
 
     def _roll_back(self, step: int) -> None:
-        """Make `step` the newest one of every store. A collective."""
-        if self.leads_store:
-            self._store.roll_back(step)
-        self._collectives.barrier()
+        """Make `step` the newest one of every store. All ranks must call this."""
+        with self._store.rolling_back(step):
+            if self.leads_store:
+                self._store.roll_back(step)
+            self._collectives.barrier()
 
 
 def _move_buffers(model: nn.Module, collectives: Collectives) -> None:

@@ -1,6 +1,6 @@
-"""Where a job is stored, in the words of messages for users, and how a user goes on when the job cannot be resumed.
+"""Texts for users: where a job is stored, and what a user can do when the job cannot be resumed.
 
-Owns these texts. Must never contact a store.
+This module owns these texts. It must never contact a store.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JobPlace:
         return f"the store at {self.address}"
 
     def ways_on(self, *, on_every_node: bool) -> str:
-        """Return two lines that say how to train a model that is not the stored one.
+        """Return two lines of text that say how to train a model that differs from the stored one.
 
         Args:
             on_every_node: whether other stores have parts of the job, too.

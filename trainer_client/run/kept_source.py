@@ -1,7 +1,8 @@
 """The search for the stores that keep the step of a checkpoint, and its comparison with the model of this run.
 
 A checkpoint may have been saved by another job, another number of ranks or at another address, so all stores that this
-run knows are asked. Owns nothing; one rank searches for all. Must never change what is stored.
+run knows are asked. This module owns nothing. One rank searches on behalf of all ranks. It must never change what is
+stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class KeptSource:
         stores: the stores.
         fresh: FQNs of trainable parameters whose optimizer states the step does not have; they begin at zero.
         missing: FQNs of parameters that the step does not have, or has in another shape. They keep their values.
-        places: for each parameter that the step has, its number in the order of the model that made the step.
+        places: for each parameter that the step has, its index in the order of the model that made the step.
         keeps_groups: whether optimizer and parameters are those with which the step was made. If not, the
             hyper-parameters of the parameter groups are this run's.
     """
@@ -56,7 +57,7 @@ class KeptSource:
 
     @classmethod
     def from_json(cls, source: Mapping[str, Any]) -> Self:
-        """Return the source of which `to_json` made this."""
+        """Return the source that `to_json` converted to `source`."""
         return cls(
             stores=tuple(StoreAddress(**store) for store in source["stores"]),
             fresh=frozenset(source["fresh"]),
@@ -75,11 +76,11 @@ def find_source(
     *,
     strict: bool,
 ) -> KeptSource:
-    """Return the stores that keep the step of a checkpoint, and what of it this run can take over.
+    """Return the stores that keep the step of a checkpoint, and the parts of the step that this run can take over.
 
     Args:
         manifest: the checkpoint.
-        path: its directory, for messages.
+        path: the checkpoint's directory, for messages.
         groups: the flat groups of this run's model.
         known: the stores of this run; those that the manifest names are asked, too.
         credentials: token and TLS files to connect with.
@@ -128,7 +129,7 @@ def find_source(
 def _ask(
     manifest: Manifest, candidates: Iterable[StoreAddress], credentials: Credentials
 ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]], list[str]]:
-    """Return the stores that keep the step, what they have of each tensor, and why other stores do not count."""
+    """Return the stores that keep the step, their parts of each tensor, and texts about the other stores."""
     stores: dict[str, StoreAddress] = {}
     tensors: dict[str, list[StoredTensor]] = {}
     problems: dict[str, str] = {}
@@ -193,7 +194,7 @@ def _compare(
 def _lacking(
     groups: Sequence[FlatGroup], tensors: Mapping[str, Sequence[StoredTensor]], missing: frozenset[str]
 ) -> str | None:
-    """Return a text that names the first range of a parameter that no store has; None: nothing is lacking."""
+    """Return a text that names the first range of a parameter that no store has; None if the stores have all ranges."""
     for group in groups:
         for slot in group.slot_table.slots:
             end = 0

@@ -1,13 +1,15 @@
-"""A store daemon that belongs to a process: a rank of the node, or `paramserver launch`. It stops when that ends.
+"""A store daemon that belongs to a process: a rank of the node, or `paramserver launch`. It stops with the process.
 
-Owns the child process. Its stdin is a pipe from this process, and it shuts down cleanly when the pipe closes, however
-this process ends. Must never kill the child before it had time to finish what is being committed.
+This module owns the daemon's process. The daemon's stdin is a pipe from this process, and it shuts down cleanly when
+the pipe closes, however this process ends. This module must never kill the daemon before it had time to finish a commit
+that is under way.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -39,14 +41,19 @@ SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
 LOCK_NAME = "lock"
 
-# A daemon allocates its whole arena and checks a large catalog before it serves.
+# The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog,
+# which may be large.
 _START_SECONDS = 120.0
-# The daemon of a killed trainer finishes its work before it releases the lock on the state directory.
+# The most seconds to wait for the lock on the state directory, because the daemon of a killed trainer finishes its work
+# before it releases the lock.
 _PREDECESSOR_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0
 _LOG_TAIL_LINES = 12
+
+# The daemon computes on the CPU. It must never have a context on a GPU, because an error there would end the store.
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def local_address(state_dir: Path) -> str:
@@ -99,7 +106,10 @@ class LocalDaemon:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LocalDaemon:
-        """Start the daemon of a job whose config names no other one. Raises LocalDaemonError, as the constructor."""
+        """Start the daemon of a job whose config names no other one.
+
+        It can raise LocalDaemonError, as the constructor.
+        """
         state_dir = config.state_dir().absolute()
         options = [
             *("--state-dir", str(state_dir)),
@@ -108,7 +118,7 @@ class LocalDaemon:
         ]
         if config.paramserver.telemetry is not None:
             options += ["--otlp-endpoint", config.paramserver.telemetry.endpoint]
-            # The config allows a collector on another machine only with this, and so does the daemon.
+            # Without `insecure`, neither the config nor the daemon accepts a collector on another machine.
             options += ["--insecure"] if config.paramserver.insecure else []
         return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
@@ -128,7 +138,10 @@ class LocalDaemon:
                     return
 
     def stop(self) -> None:
-        """Wait until the other ranks of the node have left, then shut the daemon down; idempotent."""
+        """Wait until the other ranks of the node have left, then shut the daemon down.
+
+        A repeated call has no effect.
+        """
         with self._starting:
             self._stopping = True
         if self._process.poll() is None:
@@ -183,7 +196,12 @@ class LocalDaemon:
         with (self._state_dir / LOG_NAME).open("ab") as log_file:
             # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
             return subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,
+                env=os.environ | _WITHOUT_GPUS,
             )
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:

@@ -1,9 +1,9 @@
-"""The record of what a run was made with: config, number of ranks, model and optimizer. Rank 0's commits carry it.
+"""The record of a run's config, number of ranks, model and optimizer. Rank 0's commits carry it.
 
 The next run compares its own record with it; see resume_notice.py. Hyper-parameters and schedules are recorded as the
-user made them, before the first step, because afterwards they change without any change of the config. Owns the form of
-the record. Must never restore anything from it, because run_state.py restores what counts from the other parts of the
-client state.
+user made them, before the first step, because afterwards they change without any change of the config. This module owns
+the form of the record. It must never restore anything from it, because run_state.py restores the values from the other
+parts of the client state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.run import client_state
 from trainer_client.section import Agreement, Section, agreement_of
 
-# The setting that tells AdamW from Adam. The optimizer that a run passes decides it, whatever is stored.
+# The setting that tells AdamW from Adam. The optimizer that the user passes to a run decides it, and not the stored
+# value.
 DECOUPLED = "decoupled_weight_decay"
 
-# These keys of the config, and the sections that end with a dot, are left out. They say how the job is found, or the
-# record has in another form what follows from them.
+# These keys of the config, and the sections that end with a dot, are left out. They say how the job is found, or their
+# effect is in the record in another form.
 _LEFT_OUT = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -54,8 +55,8 @@ class MadeWith:
     """The record of one run.
 
     Attributes:
-        facts: what always is as the present run has it, as texts: keys of the config in JSON, the number of ranks, the
-            number formats, the units, the version of torch and the device.
+        facts: values that a resumed run never takes from the store, as texts: keys of the config in JSON, the number of
+            ranks, the number formats, the units, the version of torch and the device.
         optimizer: name of the optimizer's class.
         groups: the settings of each parameter group as the user made it. A run that goes on with stored settings has
             those of the run that made them.
@@ -71,13 +72,13 @@ class MadeWith:
     trained: Sequence[Sequence[int]]
 
     def encode(self) -> str:
-        """Return the record as a text. Raises ClientStateError if a value of the scheduler cannot be stored."""
+        """Return the record as a text. Raise ClientStateError if a value of the scheduler cannot be stored."""
         return client_state.encode(asdict(self)).decode()
 
     @classmethod
     def stored_in(cls, state: Mapping[str, Any]) -> MadeWith | None:
         """Return the record in the client state of a commit; None if an earlier version made the commit."""
-        text = state.get("made_with")
+        text = state["made_with"]
         return None if text is None else cls(**client_state.decode(text.encode()))
 
     def going_on_from(self, state: Mapping[str, Any]) -> MadeWith:

@@ -1,6 +1,7 @@
 """The micro-batches of a step: which one is the last, and whether its backward pass communicates.
 
-Owns their counts, and what the user has said about them. Must never run anything: the engine asks and acts.
+This module owns the counts of micro-batches, and the user's settings of them. It must never run anything: the engine
+asks it, and then acts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class MicroBatches:
     def __init__(
         self, sizes: BatchSizes, reduction: ReductionSchedule, data: TrainingLoader | None, *, is_managed: bool = True
     ) -> None:
-        """Begin with no micro-batch.
+        """Begin with all counts at 0.
 
         Args:
             data: the loader whose cursor moves with the micro-batches, if the engine has one.
@@ -65,11 +66,13 @@ class MicroBatches:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a step has several micro-batches, whose gradients only the step drops."""
+        """Whether a step has several micro-batches, so that gradients must be kept until the step."""
         return self.is_managed and self.sizes.accumulation > 1
 
     def set_last(self, is_last: bool | None) -> None:
-        """Say whether the micro-batch under way is the last of its step, until the next call. None: the config says.
+        """Set whether the micro-batch under way is the last of its step, until the next call.
+
+        With None the config decides.
 
         Raises:
             PhaseError: micro-batches are not counted, so that each call of `step` makes a step.
@@ -88,7 +91,7 @@ class MicroBatches:
             steps: how many steps the job has made.
 
         Raises:
-            ValueError: no number of micro-batches has so many samples.
+            ValueError: no number of micro-batches has `train` samples.
         """
         micro = self.sizes.micro
         if train < 1 or train % (micro * world_size):
@@ -97,11 +100,12 @@ class MicroBatches:
                 f"{micro} * {world_size}"
             )
         self.sizes = BatchSizes(train=train, micro=micro, accumulation=train // (micro * world_size))
-        # The count is as if all steps had had the new number of micro-batches, so that the next step begins now.
+        # The count is set as if every step so far had had the new number of micro-batches. So the next micro-batch is
+        # the first one of a step.
         self.go_on_from(steps * self.sizes.accumulation)
 
     def set_micro_batch_size(self, micro: int, world_size: int) -> None:
-        """Change the number of samples in a micro-batch. Raises ValueError if it is not positive."""
+        """Change the number of samples in a micro-batch. Raise ValueError if it is not positive."""
         if micro < 1:
             raise ValueError(f"set_train_micro_batch_size({micro}): write a positive number")
         accumulation = self.sizes.accumulation
@@ -131,7 +135,7 @@ class MicroBatches:
             self._data.finish_micro_batch()
 
     def end_step(self) -> None:
-        """Take note that a step was made or skipped."""
+        """Note that a step was made or skipped."""
         self.backwards = 0
         self.micro_steps_of_steps = self.micro_steps
         if self._data is not None:

@@ -1,7 +1,7 @@
 """A rank's way to the store of its node: the process group, the device, and the daemon that serves the node's ranks.
 
-Owns the order in which ranks meet before they use a daemon. Must never leave a process group or a daemon behind: what
-it begins is closed with the exit stacks that its callers pass.
+This module owns the order in which ranks meet before they use a daemon. It must never leave a process group or a daemon
+behind: the exit stacks that its callers pass close them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from trainer_client import comm
+from trainer_client import comm, device
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
 from trainer_client.ranks.collectives import Collectives
@@ -23,23 +23,34 @@ from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 _SERVING_SECONDS = 30.0
 
 
-def choose_device() -> tuple[int, torch.device]:
-    """Return this rank's number on its node, and its device, which is made the current one."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return local_rank, device
+def choose_device(settings: TrainingConfig) -> tuple[int, torch.device]:
+    """Return this rank's number on its node, and its device, which is made the current one.
+
+    Raises:
+        ConfigError: `paramserver.device` means no device, or none of them is this rank's.
+    """
+    chosen = device.choose(settings.paramserver.device)
+    device.use(chosen)
+    return int(os.environ.get("LOCAL_RANK", "0")), chosen
 
 
-def join_processes(required: bool | None, port: int, processes: ExitStack) -> tuple[int, torch.device]:
-    """Join the process group that the launcher has announced, if any. Return (local rank, device)."""
-    local_rank, device = choose_device()
+def join_processes(
+    settings: TrainingConfig, required: bool | None, port: int, processes: ExitStack
+) -> tuple[int, torch.device]:
+    """Join the process group that the launcher has announced, if any. Return (local rank, device).
+
+    Raises:
+        ConfigError: as `choose_device` and `comm.init_distributed`; the process group has one rank, and the launcher
+            has started several.
+    """
+    local_rank, chosen = choose_device(settings)
     launched = "RANK" in os.environ
     if not dist.is_initialized() and (launched or required):
         comm.init_distributed(distributed_port=port, dist_init_required=required)
         processes.callback(dist.destroy_process_group)
-    return local_rank, device
+    if dist.is_initialized():
+        comm.require_launched_group()
+    return local_rank, chosen
 
 
 def find_store(
@@ -47,14 +58,16 @@ def find_store(
 ) -> tuple[str, Credentials]:
     """Return the address and credentials of the operator's daemon, or of one that the node's first rank starts.
 
-    A collective. Returns when the daemon serves.
+    All ranks must call this. Return when the daemon serves.
 
     Raises:
         LocalDaemonError: the daemon cannot be started.
         StoreUnavailableError: the operator's daemon does not answer.
     """
     address = settings.store_address(os.environ)
-    credentials = NO_CREDENTIALS if address is None else settings.credentials(os.environ)
+    # The job's own daemon asks for no credentials. Those of the config are for daemons on other nodes then.
+    is_alone = address is None and not settings.paramserver.replicas
+    credentials = NO_CREDENTIALS if is_alone else settings.credentials(os.environ)
     if address is None:
         failure: LocalDaemonError | None = None
         if local_rank == 0:

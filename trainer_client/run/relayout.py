@@ -1,14 +1,15 @@
-"""Filling this rank's part of a new layout from a step in another layout.
+"""The filling of this rank's part of a new layout from a step in another layout.
 
-The layouts may differ in the number of ranks, the units, the dtypes and the set of frozen parameters. Must never hold
-more than one flat group's partitions at a time.
+The layouts may differ in the number of ranks, the units, the dtypes and the set of frozen parameters. This module must
+never hold more than one flat group's partitions at a time.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -23,14 +24,21 @@ log = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 
-def fill(states: Sequence[GroupStates], stored_step: StoredStep, fresh: Collection[str], step: int) -> None:
+def fill(
+    states: Sequence[GroupStates],
+    stored_step: StoredStep,
+    open_again: Callable[[], StoredStep],
+    fresh: Collection[str],
+    step: int,
+) -> None:
     """Hand this rank's partitions of all groups over for the uncommitted `step`.
 
     Args:
         states: the states of all groups.
-        stored_step: the step that they are filled from.
+        stored_step: the step that the partitions are filled from.
+        open_again: opens the same step again, for partitions that have to be handed over again after a restart.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
-        step: number of the commit that they are handed over for.
+        step: number of the commit that the partitions are handed over for.
 
     Raises:
         StoreError: a store failed, or the stores do not have all elements.
@@ -39,7 +47,8 @@ def fill(states: Sequence[GroupStates], stored_step: StoredStep, fresh: Collecti
     done, started = 0, time.monotonic()
     reported = started
     for state in states:
-        state.hand_over(_partitions(state.group, stored_step, fresh), step)
+        again = partial(_read_again, state.group, open_again, fresh)
+        state.hand_over(_partitions(state.group, stored_step, fresh), step, again)
         done += _bytes(state.group)
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
@@ -58,7 +67,7 @@ def replace(
 ) -> None:
     """Hand this rank's partitions over for the uncommitted `step`, in place of the values that they have now.
 
-    The caller has every rank `refill` the groups then.
+    Afterwards the caller makes every rank `refill` the groups.
 
     Args:
         states: the states of all groups.
@@ -66,7 +75,7 @@ def replace(
         fresh: FQNs of trainable parameters whose optimizer states become zero.
         missing: FQNs of parameters that keep their values, because the step does not have them.
         with_states: whether optimizer states are replaced, too.
-        step: number of the commit that they are handed over for.
+        step: number of the commit that the partitions are handed over for.
 
     Raises:
         StoreError: a store failed, or the stores do not have all elements.
@@ -90,6 +99,13 @@ def replace(
             partitions[kind] = partition
         if partitions:
             state.hand_over(partitions, step)
+
+
+def _read_again(
+    group: FlatGroup, open_again: Callable[[], StoredStep], fresh: Collection[str]
+) -> Mapping[Kind, torch.Tensor]:
+    with open_again() as stored_step:
+        return _partitions(group, stored_step, fresh)
 
 
 def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
@@ -116,7 +132,7 @@ def _source_of(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep
 def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep) -> StoredKind:
     """Return the stored kind from which a parameter or master weight is made.
 
-    That is the kind with the same bits if it is stored, otherwise the most precise one.
+    It is the kind with the same bits if that is stored, otherwise the most precise kind that is stored.
     """
     stored = stored_step.kinds_of(fqn)
     if kind == PARAM and stored["param"] == dtype:

@@ -1,7 +1,7 @@
-"""The line of the log that says that a run goes on from a stored job, and what of today's script differs from it.
+"""The line of the log that says that a run goes on from a stored job, and how this run's script differs from it.
 
-Owns the rules which side of a difference counts. They follow from what run_state.py restores, and from what the store
-keeps. Must never change anything.
+This module owns the rules that say which side of a difference takes effect. They follow from the values that
+run_state.py restores, and from those that the store keeps. This module must never change anything.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def resume_line(
     Args:
         made_with: the record of this run, without anything restored.
     """
-    made_at = state.get("made_at")
+    made_at = state["made_at"]
     age = "" if made_at is None else f", committed {_span(time.time() - made_at)} ago"
     others = "" if job.sharers == rank.collectives.world_size else ", and in the stores of the other nodes"
     found = _Differences(user, made_with, state)
@@ -78,7 +78,7 @@ def resume_line(
 
 
 class _Differences:
-    """The differences between this run and a commit: those in which the stored value counts, and the others."""
+    """The differences between this run and a commit: those in which the stored value takes effect, and the others."""
 
     def __init__(self, user: UserObjects, now: MadeWith, state: Mapping[str, Any]) -> None:
         self._user = user
@@ -151,7 +151,7 @@ class _Differences:
             self._todays.append("all hyper-parameters of the optimizer")
 
     def _compare_groups(self) -> None:
-        # The groups that differ in a setting in the same way are named together.
+        # Groups with the same difference in a setting are named together.
         found: dict[str, list[tuple[Any, Any, list[int]]]] = {}
         for number, (stored, today) in enumerate(zip(stored_groups(self._state), self._now.groups, strict=False)):
             for key in today.keys() & stored.keys():
@@ -169,10 +169,11 @@ class _Differences:
 
     def _note_setting(self, key: str, numbers: Sequence[int], stored: Any, today: Any) -> None:
         if key == DECOUPLED and self._then is not None and self._then.optimizer != self._now.optimizer:
-            # The names of the optimizers say it already.
+            # The line has the names of the optimizers, which show this difference already.
             return
         where = "" if len(numbers) == len(self._now.groups) else f" of group {', '.join(map(str, numbers))}"
-        # A scheduler that the stored run did not have sets the learning rate from its own, which it took today.
+        # If the stored run had no scheduler, this run's scheduler sets the learning rate from its own base rate, which
+        # it took from this run's optimizer.
         begins = self._now.lr_scheduler is not None and self._state["lr_scheduler"] is None
         if self._state["optimizer"] is None or key == DECOUPLED or (key == "lr" and begins):
             self._note_todays(f"{key}{where}", stored, today)
@@ -219,7 +220,8 @@ class _Differences:
             self._todays.append(f"{_listed(larger)}, buffers that are too large for a commit")
 
     def _compare_facts(self, then: MadeWith) -> None:
-        # A fact that one side lacks was not recorded by the version that made the commit, or is not any more.
+        # If one side lacks a fact, the version that made the commit did not record it, or this version does not record
+        # it any more.
         for key in (key for key in self._now.facts if key in then.facts):
             stored, today = then.facts[key], self._now.facts[key]
             if stored == today:
@@ -239,7 +241,7 @@ class _Differences:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names as a text, with the number of the others."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}"
 
@@ -263,7 +265,7 @@ def _indexes(ranges: Sequence[Sequence[int]]) -> Iterator[int]:
 
 
 def _short(value: Any) -> str:
-    """Return the value as a text that does not fill the line."""
+    """Return the value as a text that is short enough for the line."""
     text = str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 

@@ -1,4 +1,4 @@
-"""The choice of the step that a run resumes from: the newest step of its job that the stores have whole.
+"""The choice of the step that a run resumes from: the newest step of its job of which the stores have all elements.
 
 [Note: layouts] A layout is the way in which a job is cut into shard groups. It follows from the world size, the units,
 the dtypes and the set of trainable parameters. Each run that makes a layout gives it a unique name: a fingerprint of
@@ -15,7 +15,7 @@ An older step must not be chosen only because a store is missing. This is preven
 its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
 layout of the older step, shows that the older step is obsolete. See tests/integration/test_elastic.py.
 
-Owns the decision; every rank makes the same one. Must never change what is stored.
+This module owns the decision, which is the same on every rank. It must never change what is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import grpc
@@ -39,6 +39,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
 from trainer_client.run.imported import adapt, is_imported
+from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
 from trainer_client.store_optimizer import StoreOptimizer
@@ -99,7 +100,7 @@ class _View:
 
 
 def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
-    """Return a new name for the layout that this run would make; see [Note: layouts]. A collective."""
+    """Return a new name for the layout that this run would make; see [Note: layouts]. All ranks must call this."""
     shards = [
         [
             group.name_of(0),
@@ -123,7 +124,7 @@ def find_start(
     peers: Iterable[str],
     collectives: Collectives,
 ) -> Start | None:
-    """Return the step to resume from; None: the job is new. A collective.
+    """Return the step to resume from; None if the job is new. All ranks must call this.
 
     Args:
         job: name of the job.
@@ -135,8 +136,8 @@ def find_start(
         collectives: the collectives of this rank.
 
     Raises:
-        JobConflictError: there are committed steps, but the stores have none of them whole; the message names what is
-            missing.
+        JobConflictError: there are committed steps, but the stores have all elements of none of them; the message names
+            what is missing.
     """
     view = _View(
         store=StoreAddress(address=store.address, epoch=store.epoch),
@@ -164,8 +165,14 @@ def find_start(
     if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
         return fitting
     stores = [StoreAddress(**item) for item in start.pop("stores")]
-    # A rank's own store comes first, so that the rank reads from it whatever it has.
-    stores.sort(key=lambda other: other.epoch != store.epoch)
+    # A rank's own store comes first, so that the rank reads from it all elements that it has. The daemon at its address
+    # may be restarted before that, and has another epoch then.
+    own = [
+        replace(other, epoch="", wait_seconds=max(other.wait_seconds, store.reattach_seconds))
+        for other in stores
+        if other.epoch == store.epoch
+    ]
+    stores = [*own, *(other for other in stores if other.epoch != store.epoch)]
     return Start(**start | {"stores": tuple(stores), "fresh": frozenset(start["fresh"])})
 
 
@@ -179,7 +186,7 @@ def carried_state(
     """Return the client state of the commit to resume from, adapted to a rank of this run.
 
     A rank that took part in the commit gets its own random states back. Those of a new rank are derived from rank 0's
-    and the rank's number. A commit that an import made has none, and a rank then goes on with those that it has.
+    and the rank's number. A commit that an import made has no random states, and a rank then keeps its present ones.
 
     Raises:
         ClientStateError: the commit was made neither by a trainer nor by an import.
@@ -190,7 +197,7 @@ def carried_state(
         raise ClientStateError(
             f"step {stored_step.step} of job {stored_step.job!r} was not committed by a trainer: use another job name"
         )
-    state = client_state.decode(encoded)
+    state = decode_stored(encoded)
     if is_imported(state):
         adapt(state, _names_by_index(stored_step), parameters, optimizer, start.fresh)
         return state
@@ -210,9 +217,9 @@ def _names_by_index(stored_step: StoredStep) -> dict[int, str]:
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:
-    """Return the newest step that every store has, if all have the same layout and it is cut like `layout`.
+    """Return the newest step that every store has, if all stores have the same layout and that is cut like `layout`.
 
-    Returns None otherwise.
+    Return None otherwise.
     """
     if not all(view.layouts for view in views):
         return None
@@ -224,7 +231,7 @@ def _common_step(views: Sequence[_View], layout: str) -> int | None:
 
 
 class _Search:
-    """The search for the newest step that the stores have whole."""
+    """The search for the newest step of which the stores have all elements."""
 
     def __init__(
         self, job: str, groups: Sequence[FlatGroup], store: RankStore, views: Sequence[_View], peers: Iterable[str]
@@ -238,7 +245,7 @@ class _Search:
             self._add_peer(address)
 
     def run(self) -> Start | None:
-        """Return the step; None: no store has any step. Raises JobConflictError if none is whole."""
+        """Return the step; None if no store has any step. Raise JobConflictError if every step lacks elements."""
         steps: dict[tuple[int, str], list[_View]] = {}
         for view in self._views.values():
             for stored in view.layouts:
@@ -249,7 +256,7 @@ class _Search:
             stores, tensors = self._ask(layout, step, [view.store for view in steps[step, layout]])
             missing = self._missing(tensors)
             # `lost` has the stores that show that this step is obsolete; see [Note: layouts]. The first commit of a
-            # layout, one above the step that it was filled from, has the same values and does not count as newer.
+            # layout, one above the step that it was filled from, has the same values and is not treated as newer.
             lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
             if missing is None and not lost:
                 return self._start(layout, step, stores, tensors)
@@ -282,7 +289,7 @@ class _Search:
     def _ask(
         self, layout: str, step: int, stores: Iterable[StoreAddress]
     ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]]]:
-        """Return the reachable stores that have the step, and what they have of each tensor, by its name."""
+        """Return the reachable stores that have the step, and their parts of each tensor, by the tensor's name."""
         reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
         with ExitStack() as parts:
@@ -299,7 +306,7 @@ class _Search:
         return reached, tensors
 
     def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
-        """Return a text that names the first range of a parameter that no store has; None: nothing is missing."""
+        """Return a text that names the first range of a parameter that no store has; None if nothing is missing."""
         for group in self._groups:
             for slot in group.slot_table.slots:
                 end = 0

@@ -1,6 +1,6 @@
-"""The state of a run besides its tensors: collected for each commit, and restored from one on a resume.
+"""The state of a run besides its tensors: it is collected for each commit, and restored when a run resumes.
 
-Owns the list of its parts. Must never encode them, because client_state.py does.
+This module owns the list of the state's parts. It must never encode them, because client_state.py does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunState:
     """The parts of a run's state that a commit carries for this rank.
 
     Args:
-        made_with: the record of this run; None: another rank's commits carry it.
+        made_with: the record of this run; None: the commits of another rank carry it.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class RunState:
         )
 
     def _model_entries(self) -> dict[str, Any]:
-        """Return what a commit carries of the model: all of it on rank 0, and the rank's own buffers on the others."""
+        """Return the model's entries in a commit: names and buffers on rank 0, the rank's buffers on the others."""
         model = self._plain.to_commit()
         return {"model": model} if self._made_with is not None else {"model": None, "buffers": model["buffers"]}
 
     def restore(self, state: Mapping[str, Any], *, optimizer: bool = True, lr_scheduler: bool = True) -> Progress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
-        The user's part is ignored, and so are the model's names, which are there for exports. Its buffers were loaded
-        when the job was opened.
+        The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
+        the job was opened.
 
         Args:
             optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
@@ -130,7 +130,7 @@ class RunState:
             skipped=counters["skipped_steps"],
             skipped_in_row=counters["skipped_in_row"],
         )
-        # The positions of a run only grow, also where it goes back to an earlier step.
+        # The positions of a run only grow, even if the run goes back to an earlier step.
         self._clock.go_on_from(max(self._clock.now, counters["clock"]))
         if optimizer:
             self._scaler.load_state_dict(state["scaler"])
@@ -151,8 +151,6 @@ class RunState:
             # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
             # micro-batches.
             micro_steps = counters["global_steps"] * sizes.accumulation
-        # Commits of earlier versions have no count of samples; their batch size never changed within a run.
-        samples = counters.get("global_samples")
-        if samples is None:
-            samples = counters["global_steps"] * counters["train_batch_size"]
-        return Progress(global_steps=counters["global_steps"], global_samples=samples, micro_steps=micro_steps)
+        return Progress(
+            global_steps=counters["global_steps"], global_samples=counters["global_samples"], micro_steps=micro_steps
+        )

@@ -1,7 +1,7 @@
 """The move of a rank's states from its device into host memory and back, to leave the device to another program.
 
-Owns the copies in host memory. Must never look at values, and never begin a move on its own: the engine asks between
-two passes, and refuses all other calls until the states are back.
+This module owns the copies in host memory. It must never look at values, and never begin a move on its own: the engine
+asks between two passes, and refuses all other calls until the states are back.
 
 [Note: freed storage] A tensor whose states have moved keeps its place in all objects that hold it, and its storage is
 freed, so that views of it are right again when the storage is filled. Until then nothing may read it.
@@ -48,7 +48,7 @@ class _Held:
     """Memory on the device.
 
     Attributes:
-        tensor: what it holds.
+        tensor: the tensor that views the memory.
         free: frees the memory, so that `tensor` must not be read.
         allocate: takes the memory again, with values that are not known.
     """
@@ -69,7 +69,7 @@ class StateOffload:
     """The states of one engine that are moved into host memory for a while."""
 
     def __init__(self, states: Sequence[PlacedStates], gradients: Gradients) -> None:
-        """Begin with all states where they live."""
+        """Begin with all states on their devices."""
         self._states = states
         self._gradients = gradients
         self._moved: dict[DeviceState, list[tuple[_Held, torch.Tensor]]] = {}
@@ -78,13 +78,14 @@ class StateOffload:
     def offload(self, which: Container[DeviceState], *, pinned: bool, non_blocking: bool) -> None:
         """Copy these kinds of state into host memory, and free their memory on the device.
 
-        What the store has stays there, and what was moved before stays moved. A failure moves everything back.
+        States in the store are not moved, and states that were moved before are not moved again. A failure moves
+        everything back.
 
         Args:
-            pinned: whether the copies are page-locked, if there is a GPU to copy from.
+            pinned: whether the copies are page-locked, if there is an accelerator to copy from.
             non_blocking: whether the call may return before page-locked copies are complete.
         """
-        pinned = pinned and torch.cuda.is_available()
+        pinned = pinned and torch.accelerator.is_available()
         try:
             for kind in DeviceState:
                 if kind not in which or kind in self._moved:
@@ -103,8 +104,8 @@ class StateOffload:
     def reload(self, *, non_blocking: bool) -> None:
         """Move everything back to the device.
 
-        If the device has too little memory, torch's error is raised, and what was not moved yet stays in host memory,
-        so that a later call can go on.
+        If the device has too little memory, torch's error is raised, and states that were not moved yet stay in host
+        memory, so that a later call can move them.
         """
         for kind in list(self._moved):
             moved = self._moved[kind]
@@ -116,7 +117,10 @@ class StateOffload:
             del self._moved[kind]
 
     def devices_of(self, kind: DeviceState) -> set[torch.device]:
-        """Return where a kind of state is now. The memory and the files of the store count as the CPU."""
+        """Return the devices on which a kind of state is now.
+
+        For states in the memory or the files of the store, this is the CPU.
+        """
         found = {held.tensor.device for held in self._on_device(kind) if kind not in self._moved}
         if self._moved.get(kind) or any(self._is_in_store(state, kind) for state in self._states):
             found.add(_HOST)

@@ -1,8 +1,8 @@
-"""Reading a committed step that has another layout than this run's.
+"""The reader of a committed step that has another layout than this run's.
 
-Its elements are read by parameter name and range, from this rank's own store if that has them, else from the job's
-other stores. Owns the connections and the readers, which keep the step in those stores while it is read. Must never
-write.
+Its elements are read by parameter name and range, from this rank's own store if that has them, otherwise from the job's
+other stores. This module owns the connections and the readers, which keep the step in those stores while it is read. It
+must never write.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class StoreAddress:
         address: `unix:/path` or `host:port`.
         epoch: the random name of the daemon's start. It identifies the daemon, because on another node another daemon
             may have the same address. "": any daemon that answers is meant.
+        wait_seconds: how long to wait until it answers.
     """
 
     address: str
     epoch: str = ""
+    wait_seconds: float = _CONNECT_SECONDS
 
 
 def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
-    """Return a client of the store. Raises StoreError if it cannot be reached or another daemon answers."""
-    client = StoreClientSync.connect(store.address, credentials=credentials, timeout=_CONNECT_SECONDS)
+    """Return a client of the store. Raise StoreError if it cannot be reached or another daemon answers."""
+    client = StoreClientSync.connect(store.address, credentials=credentials, timeout=store.wait_seconds)
     if store.epoch in ("", client.epoch):
         return client
     client.close()
@@ -59,7 +61,9 @@ class StepPart:
     """
 
     def __init__(self, client: StoreClientSync, job: str, layout: str, step: int, kept: str | None = None) -> None:
-        """Open the reader, of the kept step of that name or else of the layout's step. Raises StoreError.
+        """Open the reader of the kept step named `kept` or, if that is None, of the layout's step.
+
+        It can raise StoreError.
 
         `client` is closed by this object.
         """
@@ -117,7 +121,7 @@ class StoredStep:
             part.close()
 
     def parts(self) -> Iterator[StepPart]:
-        """Yield the stores' parts, in order. Raises StoreError if a store cannot be reached."""
+        """Yield the stores' parts, in order. Raise StoreError if a store cannot be reached."""
         for index, store in enumerate(self._stores):
             if index == len(self._parts):
                 client = connect(store, self._credentials)
@@ -125,7 +129,7 @@ class StoredStep:
             yield self._parts[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
-        """Return the dtypes of the kinds that are stored of a tensor. Raises StoreNotFoundError."""
+        """Return the dtypes of the kinds that are stored of a tensor. It can raise StoreNotFoundError."""
         for part in self.parts():
             if fqn in part.tensors:
                 return part.tensors[fqn].kinds
@@ -149,7 +153,7 @@ class StoredStep:
             done += count
 
     def client_state(self, rank: int) -> bytes | None:
-        """Return the client state that a rank gave to the commit of the step; None: there was no such rank."""
+        """Return the client state that a rank stored with the commit of the step; None if there was no such rank."""
         for part in self.parts():
             try:
                 return part.reader.client_state(rank)
@@ -158,7 +162,7 @@ class StoredStep:
         return None
 
     def _find(self, fqn: str, offset: int, numel: int) -> tuple[StepPart, int]:
-        """Return a store that has element `offset`, and how many of the `numel` elements from there on it has."""
+        """Return a store that has element `offset`, and how many of the `numel` elements from `offset` on it has."""
         for part in self.parts():
             for first, count in part.tensors[fqn].held if fqn in part.tensors else ():
                 if first <= offset < first + count:

@@ -1,6 +1,7 @@
 """DeepSpeed's learning-rate schedules under DeepSpeed's name of their module; see trainer_client/schedules.
 
-Owns the constants with the names of schedules and of their parameters, which scripts that build configs import.
+This module owns the constants with the names of schedules and of their parameters, which scripts that build configs
+import.
 """
 
 from __future__ import annotations

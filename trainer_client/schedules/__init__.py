@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules, and those that the config's section `scheduler` makes.
+"""DeepSpeed's learning-rate schedules, and torch's schedulers that the config's section `scheduler` can name.
 
     from trainer_client.schedules import WarmupLR
 

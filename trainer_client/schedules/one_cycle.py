@@ -44,9 +44,9 @@ class OneCycle(Schedule):
         cycle_min_lr, cycle_max_lr: the bounds of the rate, for all parameter groups or for each.
         decay_lr_rate: how fast the rate decays: by one division by 1 + n * decay_lr_rate after n intervals.
         cycle_first_step_size: the number of steps in which the rate rises.
-        cycle_second_step_size: the number of steps in which it falls; None: as many.
-        cycle_first_stair_count: the number of stairs in which it rises; 0: it rises every step.
-        cycle_second_stair_count: the number of stairs in which it falls; None: as many.
+        cycle_second_step_size: the number of steps in which the rate falls; None: the same number.
+        cycle_first_stair_count: the number of stairs in which the rate rises; 0: it rises every step.
+        cycle_second_stair_count: the number of stairs in which the rate falls; None: the same number.
         decay_step_size: the number of steps in an interval of the decay; 0: there is no decay.
         cycle_momentum: whether to cycle the first beta, too.
         cycle_min_mom, cycle_max_mom: the bounds of the first beta, for all parameter groups or for each.
@@ -125,7 +125,7 @@ class OneCycle(Schedule):
 
 
 class _Cycle:
-    """The rise from 0 to 1 and the fall back to 0.
+    """The height of a cycle, which rises from 0 to 1 and falls back to 0.
 
     Attributes:
         length: the number of steps of both halves.

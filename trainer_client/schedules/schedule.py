@@ -1,7 +1,7 @@
 """The base of DeepSpeed's learning-rate schedules, and the record of a schedule that the config can name.
 
-Owns the iteration of a schedule, and how it is stored and restored. Must never change a key of a parameter group but
-the rate; OneCycle changes the betas, too.
+This module owns the iteration of a schedule, and how it is stored and restored. It must change no key of a parameter
+group except the rate; OneCycle changes the betas, too.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Schedule(LRScheduler):
     `last_batch_iteration`, is -1 at the first step of the optimizer, 0 at the second, and so on. torch's `last_epoch`
     is always one more.
 
-    A state has the iteration and not the parameters of the schedule. So after a resume the parameters of the new run
-    count, as in DeepSpeed. The state also has the keys in which torch's own schedulers keep their iteration.
+    A state has the iteration and not the parameters of the schedule. So after a resume the schedule has the parameters
+    of the new run, as in DeepSpeed. The state also has the keys in which torch's own schedulers keep their iteration.
 
     Args:
         optimizer: the optimizer whose rates are set.
         last_batch_iteration: the iteration from which the schedule goes on; -1: the schedule begins. A schedule that
-            goes on leaves the optimizer the rates that it has, until the next step.
+            goes on does not change the optimizer's rates before the next step.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         if last_batch_iteration >= 0:
-            # torch requires this entry of a schedule that goes on, and DeepSpeed's schedules never made it.
+            # torch requires this entry if a schedule goes on, and DeepSpeed's schedules never make it.
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
         super().__init__(optimizer, last_batch_iteration)
@@ -91,7 +91,10 @@ class Schedule(LRScheduler):
 
 
 def spread(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
-    """Return the values of an argument for all parameter groups. Raise ValueError if their number is another."""
+    """Return the values of an argument for all parameter groups.
+
+    Raise ValueError if there is another number of values.
+    """
     count = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
         return [float(value)] * count
@@ -128,7 +131,7 @@ def _parse_steps(value: Any) -> int | str:
     return int(value)
 
 
-# The types of parameters in the config. The last three take the "auto" that Accelerate and transformers replace.
+# The types of parameters in the config. The last three also accept "auto", which Accelerate and transformers replace.
 Values = Annotated[float | tuple[float, ...], PlainValidator(_parse_values)]
 ZeroOrValues = Annotated[Values, BeforeValidator(lambda value: 0.0 if value == "auto" else value)]
 OptimizersOrValues = Annotated[Values | None, BeforeValidator(lambda value: None if value == "auto" else value)]

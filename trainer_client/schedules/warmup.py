@@ -1,4 +1,4 @@
-"""The warm-up that three of DeepSpeed's schedules begin with."""
+"""The warm-up with which three of DeepSpeed's schedules begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WarmupType: TypeAlias = Literal["log", "linear"]
 
 
 class Warmup:
-    """The increase from 0 to 1 over the first steps.
+    """The increase of a rate from 0 to 1 over the first steps.
 
     Attributes:
         steps: the number of steps, which is at least 2.
@@ -21,7 +21,7 @@ class Warmup:
         kind: whether the increase is logarithmic or linear.
 
     Raises:
-        ValueError: the number of steps is no positive integer, or there is no increase of that kind.
+        ValueError: the number of steps is not a positive integer, or there is no increase of that kind.
     """
 
     def __init__(self, steps: int, kind: str) -> None:
@@ -32,8 +32,9 @@ class Warmup:
         self._is_linear = kind == "linear"
 
     def ratio(self, iteration: int) -> float:
-        """Return the part of the increase that is reached at an iteration of the warm-up."""
+        """Return the fraction of the increase (0 to 1) that is reached at an iteration of the warm-up."""
         if self._is_linear:
             return iteration / self.steps
-        # The factor comes first, so that the rounding is DeepSpeed's.
+        # This multiplies by the reciprocal and does not divide, because DeepSpeed does so and a division would round
+        # differently.
         return (1.0 / math.log(self.steps)) * math.log(iteration + 1)

@@ -64,7 +64,7 @@ class WarmupLR(Schedule):
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _factor(self, iteration: int) -> float:
-        """Return which part of the way from the minimum to the maximum the rate is at."""
+        """Return the fraction of the way from the minimum to the maximum that the rate has gone, 0 to 1."""
         return self._warmup.ratio(iteration) if iteration < self._warmup.steps else 1.0
 
 

@@ -1,6 +1,7 @@
 """The updates that the store has begun with before the step is made; see updates.py [Note: early updates].
 
-Owns which flat groups have one. Must never begin one on its own: Updates does, which knows the step's rule.
+This module owns which flat groups have one. It must never begin one on its own: Updates does, which knows the step's
+rule.
 """
 
 from __future__ import annotations

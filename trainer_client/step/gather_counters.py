@@ -1,6 +1,6 @@
 """The cost of gathers since the last step report: how many found their bytes ready, and how long each unit waited.
 
-Owns the counts. Must never decide anything by them, nor read a clock: Residency counts and measures.
+This module owns the counts. It must never decide anything by them, nor read a clock: Residency counts and measures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gradients on their way to the optimizer: from the parameters, over the ranks, to this rank's part of the mean.
 
-Owns the memory of that part (leased from the store, or allocated on the device) from the first micro-batch of a step to
-its update, the whole gradients of backward passes that do not reduce, and which parameter has a gradient.
-Must never let the ranks disagree about a reduction: which groups are reduced, and when, follows from events that every
-rank sees (a unit's backward is over) or from an agreement at the end of the backward pass.
+This module owns the memory of that part (leased from the store, or allocated on the device) from the first micro-batch
+of a step to its update, the whole gradients of backward passes that do not reduce, and which parameter has a gradient.
+It must never let the ranks disagree about a reduction: which groups are reduced, and when, follows from events that
+every rank sees (a unit's backward is over) or from an agreement at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ import torch
 
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.device import memory_bytes
 from trainer_client.errors import StoreError, TrainerClientError
+from trainer_client.lanes.lanes import Act, Copy, Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_updates import EarlyUpdates
-from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
+from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
 from trainer_client.step.norms import Norms
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
+
+# The share of an accelerator's free memory that gradients may take between micro-batches.
+_SHARE_FOR_SUMS = 0.5
 
 
 class ReductionSchedule(enum.Enum):
@@ -81,6 +86,7 @@ class GradientGroup:
         memory: GradientMemory,
         early_updates: EarlyUpdates,
         collectives: Collectives,
+        lanes: Lanes,
         norms: Norms,
         *,
         mean: bool,
@@ -92,10 +98,18 @@ class GradientGroup:
         self.next_use = 0
         self._early_updates = early_updates
         self._norm = norms
-        # The norms of the shards in `partition`; None: not computed since the partition last changed.
+        # The norms of the shards in `partition`; None if they were not computed since the partition last changed.
         self._norms: torch.Tensor | None = None
+        # On an accelerator: host memory for the norms, and the copies by which the complete gradient and its norms
+        # leave the device; None if they were not begun since the partition last changed.
+        on_host = collectives.device.type == "cpu"
+        self._norms_on_host = None if on_host else lanes.host_buffer(len(group.shards), torch.float32)
+        self._sent: Copy | None = None
+        # The identity of the last `hand_over`, until the gradient changes or its update is withdrawn.
+        self._handed_over: object | None = None
         self._reduction_dtype = group.reduction_dtype
         self._collectives = collectives
+        self._lanes = lanes
         self._mean = mean
         # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
         # the parameters that have a gradient in it, and whether `partition` holds a sum of this step already.
@@ -127,16 +141,66 @@ class GradientGroup:
     @property
     def partition(self) -> torch.Tensor:
         """This rank's part [partition_numel] of the gradient, in the group's gradient dtype, where `memory` is."""
+        self._lanes.rejoin()
         return self.memory.partition
 
     def expect_all(self) -> None:
         """Expect a gradient of every parameter."""
         self.missing = set(range(len(self.flat_group.parameters)))
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the gradient was complete, and has not changed since."""
+        return self._handed_over is not None
+
     def begin_change(self) -> None:
         """Withdraw the early update and remove the norms, because the gradient is about to change."""
-        self._norms = None
+        self.withdraw()
+        self._norms = self._sent = None
+        self.memory.recall()
+
+    def withdraw(self) -> None:
+        """Withdraw the early update, also one that has not begun yet."""
+        self._handed_over = None
         self._early_updates.withdraw(self.flat_group.name)
+
+    def hand_over(self, act: Act) -> None:
+        """Begin to bring the complete gradient to its home, and its norms to the host.
+
+        Args:
+            act: called when they are there: at once, or in a later call of the lanes, but not if the gradient has
+                changed or was withdrawn by then.
+        """
+        self._handed_over = mine = object()
+
+        def act_unless_withdrawn() -> None:
+            if self._handed_over is mine:
+                act()
+
+        if self._collectives.world_size == 1:
+            self._sent = self.memory.send(self._measured(), act_unless_withdrawn)
+        else:
+            with self._lanes.communicating():
+                self._sent = self.memory.send(self._measured(), act_unless_withdrawn)
+
+    def _measured(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the norms on the device and where to copy them; nothing on the CPU, where norms need no copy."""
+        if self._norms_on_host is None or not self.flat_group.shards:
+            return []
+        return [(self._norms_on_host, self._norms_of_shards())]
+
+    def _wait_for_norms(self) -> torch.Tensor:
+        if self._norms_on_host is None:
+            return self._norms_of_shards()
+        if self._sent is None:
+            self.hand_over(_nothing)
+        assert self._sent is not None, "handed over just now"
+        self._sent.wait()
+        return self._norms_on_host.clone()
+
+    def _norms_of_shards(self) -> torch.Tensor:
+        partition = self.memory.partition
+        return torch.stack([self._norm.of(partition[shard.in_partition]) for shard in self.flat_group.shards])
 
     def forget_norms(self) -> None:
         """Compute the norms of the shards anew when they are needed next."""
@@ -161,7 +225,8 @@ class GradientGroup:
         place = self.flat_group.slot_table.slots[slot]
         first, last = place.offset, place.offset + place.numel
         if self._collectives.world_size == 1:
-            _put(self.partition[first:last].view(parameter.shape), gradient, add=slot in self.present)
+            partition = self.memory.partition
+            _put(partition[first:last].view(parameter.shape), gradient, add=slot in self.present)
         else:
             if self._full is None:
                 self._full = self._zeros()
@@ -172,7 +237,7 @@ class GradientGroup:
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Add the mean, or the sum, over ranks to this rank's part, for `step`. A collective.
+        """Add the mean, or the sum, over ranks to this rank's part, for `step`. All ranks must call this.
 
         A missing gradient counts as zeros.
         """
@@ -184,16 +249,14 @@ class GradientGroup:
         full = self._zeros() if self._full is None else self._full
         self._full = None
         self._unreduced.clear()
-        direct = not self._reduced and self.partition.device == device and self.partition.dtype == dtype
-        reduced = (
-            self.partition
-            if direct
-            else torch.empty(self.flat_group.slot_table.partition_numel, dtype=dtype, device=device)
-        )
+        partition = self.memory.partition
+        direct = not self._reduced and partition.device == device and partition.dtype == dtype
+        reduced = partition if direct else torch.empty(partition.numel(), dtype=dtype, device=device)
         what = f"the reduction of {self.flat_group.unit}"
-        self._collectives.reduce_scatter(reduced, full.to(dtype), what, mean=self._mean)
-        if not direct:
-            _put(self.partition, reduced, add=self._reduced)
+        with self._lanes.communicating(full, reduced, partition):
+            self._collectives.reduce_scatter(reduced, full.to(dtype), what, mean=self._mean)
+            if not direct:
+                _put(partition, reduced, add=self._reduced)
         self._reduced = True
 
     @property
@@ -201,11 +264,16 @@ class GradientGroup:
         """Whether `partition` has a sum of this step: for one rank that of all backward passes, the same on all."""
         return self._reduced or (self._collectives.world_size == 1 and self.memory.is_requested)
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether `partition` has any gradient of this step."""
+        return self._reduced or (self._collectives.world_size == 1 and bool(self.present))
+
     @torch.no_grad()
     def read_unreduced(self, slot: int) -> torch.Tensor:
         """Return the mean, or sum, over ranks of a gradient that is not reduced yet, [numel] on the CPU, in fp32.
 
-        It is computed as `reduce` computes it. The gradient itself stays as it is. A collective.
+        It is computed as `reduce` computes it. The gradient itself stays as it is. All ranks must call this.
         """
         world_size, device, dtype = self._collectives.world_size, self._collectives.device, self._reduction_dtype
         place = self.flat_group.slot_table.slots[slot]
@@ -224,6 +292,7 @@ class GradientGroup:
 
     def on_device(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of this gradient on the device, each with a storage of its own."""
+        self._lanes.rejoin()
         yield from (tensor for tensor in (self.memory.on_device, self._full) if tensor is not None)
 
     def norms(self) -> tuple[list[int], torch.Tensor]:
@@ -234,10 +303,14 @@ class GradientGroup:
         """
         shards = self.flat_group.shards
         if self._norms is None:
-            partition = self.partition
-            norms = [self._norm.of(partition[shard.in_partition]) for shard in shards]
-            self._norms = torch.stack(norms).cpu() if norms else torch.empty(0)
+            self._norms = self._wait_for_norms() if shards else torch.empty(0)
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
+
+    def is_finite(self) -> bool:
+        """Return whether the norms of all parameters with a gradient are finite on this rank."""
+        _, norms = self.norms()
+        present = [shard.slot in self.present for shard in self.flat_group.shards]
+        return bool(norms[torch.tensor(present, dtype=torch.bool)].isfinite().all())
 
     def take_lease(self, step: int) -> LeasedBytes:
         """Return the gradient in leased memory for the update of `step`, and drop all other state of the gradient."""
@@ -252,7 +325,7 @@ class GradientGroup:
         that refuses to undo the update has lost this session or the step, and with it the update.
         """
         with suppress(StoreError):
-            self.begin_change()
+            self.withdraw()
         self.memory.abandon()
         self.finish()
 
@@ -260,7 +333,7 @@ class GradientGroup:
         """Remove all state of the step, and free the gradient's memory."""
         self.memory.free()
         self._early_updates.remove(self.flat_group.name)
-        self._norms = None
+        self._norms = self._sent = self._handed_over = None
         self.present.clear()
         self._full = None
         self._unreduced.clear()
@@ -284,37 +357,47 @@ class Gradients:
         early_updates: EarlyUpdates,
         store: RankStore,
         collectives: Collectives,
+        lanes: Lanes,
         *,
         exact_norms: bool,
         mean: bool,
     ) -> None:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
-        norms = self._norms = Norms(exact=exact_norms)
+        on_host = collectives.device.type == "cpu"
+        # An accelerator computes all norms exactly.
+        norms = self._norms = Norms(exact=exact_norms or not on_host)
+        in_store = LeasedMemory if on_host else StagedMemory
 
         def make(group: FlatGroup) -> GradientGroup:
-            memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            return GradientGroup(group, memory, early_updates, collectives, norms, mean=mean)
+            memory = (DeviceMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
+            return GradientGroup(group, memory, early_updates, collectives, lanes, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
-        # Whether the current backward pass reduces, and whether one of this step has left its gradients unreduced.
+        # Whether the current backward pass reduces, whether it does and is the last one of its step, and whether one of
+        # this step has left its gradients unreduced.
         self._reduces = True
+        self._is_last = True
+        # See `_sums_stay`; None if that is not decided.
+        self._do_sums_stay: bool | None = None
         self._owes_reduction = False
 
     def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
         """Return the gradients of the unit's trainable groups."""
         return self._of_unit[unit.index]
 
-    def begin_backward(self, *, reduces: bool) -> None:
+    def begin_backward(self, *, reduces: bool, is_last: bool) -> None:
         """Expect the gradients of a backward pass.
 
         Args:
             reduces: whether the pass reduces gradients, the same on all ranks. If not, they stay whole on this rank's
                 device until a pass that reduces, or until `complete`.
+            is_last: whether it reduces and no pass of this step is expected after it.
         """
         self._reduces = reduces
+        self._is_last = is_last
         for group in self._groups:
             group.expect_all()
 
@@ -333,7 +416,7 @@ class Gradients:
         return all(group.is_complete for group in self._of_unit[unit.index])
 
     def reduce(self, group: GradientGroup, step: int, next_use: int | None) -> bool:
-        """Reduce a group's gradient, because the backward of its unit is over on every rank. A collective.
+        """Reduce a group's gradient, because the backward of its unit is over on every rank. All ranks must call this.
 
         Args:
             next_use: the position at which the group's parameters are needed next, if it is known.
@@ -348,23 +431,56 @@ class Gradients:
         group.next_use = next_use or 0
         return group.has_all
 
+    def hand_over(self, gradient: GradientGroup, act: Act) -> None:
+        """Begin to bring a reduced gradient to its home, if this pass is expected to be the last one of the step.
+
+        Args:
+            act: see GradientGroup.hand_over.
+        """
+        if self._is_last:
+            gradient.hand_over(act)
+        elif not self._sums_stay():
+            gradient.hand_over(_nothing)
+
+    def _sums_stay(self) -> bool:
+        """Return whether gradients stay on the device between micro-batches; the first call decides.
+
+        It comes when a backward pass has begun, so that most activations of a step are on the device. If there is too
+        little room beside them, each sum leaves the device after a micro-batch, and comes back in the next one.
+        """
+        if self._do_sums_stay is None:
+            device = self._collectives.device
+            needed = sum(group.memory.staged_bytes for group in self._groups)
+            memory = memory_bytes(device) if needed else None
+            self._do_sums_stay = memory is None or needed <= memory[0] * _SHARE_FOR_SUMS
+        return self._do_sums_stay
+
     def finish_backward(self, step: int) -> None:
-        """Reduce the groups that backward has not reduced yet. A collective.
+        """Reduce the groups that backward has not reduced yet. All ranks must call this.
 
         On some rank, their gradients came after the backward of their unit, or in a backward that hooks did not see.
         """
         if self._reduces:
             self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
+        if self._is_last:
+            self._hand_over_rest()
 
     def complete(self, step: int) -> None:
-        """Reduce what is not reduced yet, at the end of a step. A collective."""
+        """Reduce what is not reduced yet, at the end of a step. All ranks must call this."""
         if self._owes_reduction:
             self._reduce_dirty(step, "the end of a step")
             self._owes_reduction = False
+        self._hand_over_rest()
+
+    def _hand_over_rest(self) -> None:
+        """Begin to bring the gradients to their homes that were not complete before the end of a pass."""
+        for group in self._groups:
+            if group.has_sum and not group.is_handed_over:
+                group.hand_over(_nothing)
 
     def _reduce_dirty(self, step: int, what: str) -> None:
-        """Reduce each group that waits for a reduction on any rank. A collective, which errors call `what`."""
+        """Reduce each group that waits for a reduction on any rank. All ranks must call this. Errors name it `what`."""
         dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
@@ -397,7 +513,9 @@ class Gradients:
         return found.partition if found is not None and found.is_reduced else None
 
     def read_unreduced(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
-        """Return the mean over ranks of a gradient that is not reduced yet; None: all are. A collective.
+        """Return the mean over ranks of a gradient that is not reduced yet; None if all are reduced.
+
+        All ranks must call this.
 
         The values are those of backward, scaled by the loss scale: [numel] on the CPU, in fp32.
         """
@@ -435,7 +553,7 @@ class Gradients:
                 group.forget_norms()
 
     def norm(self) -> GradientNorm:
-        """Return the global norm. A collective.
+        """Return the global norm. All ranks must call this.
 
         With exact norms it equals that of `torch.nn.utils.clip_grad_norm_` bit for bit at world size 1; see
         tests/integration/test_parity.py.
@@ -449,7 +567,7 @@ class Gradients:
             norms[indices] = values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
-        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
+        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm")
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
         # Parameters without a gradient are left out: a zero would not change the sum, but the order of its roundings.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
@@ -464,18 +582,18 @@ class Gradients:
             if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group
             else:
-                group.begin_change()
+                group.withdraw()
                 group.finish()
 
     def free(self) -> None:
         """Withdraw all early updates of a step that is not made, then free the memory of its gradients."""
         for group in self._groups:
-            group.begin_change()
+            group.withdraw()
         for group in self._groups:
             group.finish()
 
     def abandon(self) -> None:
-        """Undo all early updates and free all memory, after a failure. Raises no StoreError."""
+        """Undo all early updates and free all memory, after a failure. It raises no StoreError."""
         for group in self._groups:
             group.abandon()
 
@@ -486,3 +604,7 @@ def _put(target: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
         target.add_(values.to(target.device))
     else:
         target.copy_(values)
+
+
+def _nothing() -> None:
+    """Do nothing."""

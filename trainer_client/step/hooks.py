@@ -2,8 +2,8 @@
 
 The hooks are on the modules, on their outputs and inputs, and on the parameters.
 
-Owns the phase's transitions, the traces and the forwards under way. Must never change what the model computes: hooks
-look at tensors, they do not replace them (except for the cast of the root's floating-point inputs).
+This module owns the phase's transitions, the traces and the forwards under way. It must never change what the model
+computes: hooks look at tensors, they do not replace them (except for the cast of the root's floating-point inputs).
 
 [Note: the life of a unit in a step]
 Forward: a unit is gathered before its module's forward and released after it. The root unit surrounds all other units:
@@ -51,6 +51,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
+from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
@@ -109,11 +110,13 @@ class BackwardPlan:
     Attributes:
         step: the step that its gradients are for.
         reduces: whether it reduces gradients over the ranks; see Gradients.begin_backward.
+        is_last: whether it reduces and no other pass of the step follows.
         gradient_factor: what each parameter's gradient is multiplied by.
     """
 
     step: int
     reduces: bool
+    is_last: bool = True
     gradient_factor: float = 1.0
 
 
@@ -143,6 +146,7 @@ class UnitHooks:
         gradients: Gradients,
         updates: Updates,
         residency: Residency,
+        lanes: Lanes,
         reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
         clock: Clock,
@@ -154,6 +158,7 @@ class UnitHooks:
         self._gradients = gradients
         self._updates = updates
         self._residency = residency
+        self._lanes = lanes
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
         self._recorder = recorder
@@ -178,7 +183,7 @@ class UnitHooks:
         # outermost forward under way has made, with the indices of their units.
         self._open: list[set[object]] = [set() for _ in units]
         self._records: list[tuple[int, object]] = []
-        # The state before the last outermost forward. None: that forward cannot be undone any more.
+        # The state before the last outermost forward; None if that forward cannot be undone any more.
         self._before: _Before | None = None
         # The units in the order of their first use since the last backward.
         self._used: dict[int, None] = {}
@@ -225,19 +230,19 @@ class UnitHooks:
             self._registered_owners[user_unit.index].add(owner.index)
 
     def begin_backward(self, plan: BackwardPlan) -> None:
-        """Take note that a backward pass begins. A collective, without waiting for it."""
+        """Take note that a backward pass begins. All ranks must call this; it does not wait for them."""
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._trace = self._training
         self._plan = plan
         self._is_users = False
-        self._gradients.begin_backward(reduces=plan.reduces)
+        self._gradients.begin_backward(reduces=plan.reduces, is_last=plan.is_last)
         self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
         self._residency.pause()
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
-        """Reduce what is left and release all units, because autograd is done. A collective."""
+        """Reduce what is left and release all units, because autograd is done. All ranks must call this."""
         for index in self._reduction_order.finish():
             self._reduce(index)
         self._end_uses(keep=True)
@@ -340,6 +345,7 @@ class UnitHooks:
         """Release all units with their leases, because the step is about to change the parameters."""
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_STEP)
+        self._lanes.finish_copies_in()
         self._end_uses(keep=False)
         for index in range(len(self._units)):
             self._open[index].clear()
@@ -450,6 +456,8 @@ class UnitHooks:
         self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
+        # The leases are checked next, which says something about the copies only when they are done.
+        self._lanes.finish_copies_in()
         self._residency.pause()
         if self.phase is Phase.INFERENCE:
             self._residency.release_all(keep=True)
@@ -458,7 +466,7 @@ class UnitHooks:
             self._phases.enter(Verb.END_INFERENCE)
 
     def _before_root(self, args: Any, kwargs: Any) -> Any:
-        """Return the root's inputs in the compute dtype; None: they stay as they are."""
+        """Return the root's inputs in the compute dtype; None if they need no cast."""
         if self.phase is Phase.BACKWARD or self._compute_dtype is None:
             return None
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
@@ -505,7 +513,7 @@ class UnitHooks:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_user_backward)
 
     def _finish_user_backward(self) -> None:
-        """End a backward pass that the user has started. A collective."""
+        """End a backward pass that the user has started. All ranks must call this."""
         self.finish_backward()
         self._user_backward.end()
 
@@ -563,6 +571,7 @@ class UnitHooks:
             waits: whether to wait for parameter gradients that are missing. If they do not come, the unit's backward
                 lasts until the end of backward.
         """
+        self._lanes.poll()
         complete = self._gradients.unit_is_complete(unit)
         if waits and not complete:
             self._almost_over.add(unit.index)
@@ -582,7 +591,8 @@ class UnitHooks:
         next_use = self._trace.next_use(index)
         for gradient in self._gradients.of_unit(self._units[index]):
             if self._gradients.reduce(gradient, self._plan.step, next_use):
-                self._updates.begin_early(gradient)
+                self._gradients.hand_over(gradient, partial(self._updates.begin_early, gradient))
+        self._lanes.poll()
 
     def _watch_gradients(self, unit: Unit) -> None:
         """Have `_accumulate_gradient` called as autograd finishes each gradient of the unit's parameters."""
@@ -619,6 +629,7 @@ class UnitHooks:
 
     def _hold(self, unit: Unit, part: Part, owners: set[int]) -> None:
         """Gather the unit and the owners of its external parameters, and hold them for `part`."""
+        self._lanes.poll()
         self._recorder.compute(None)
         for index in (unit.index, *sorted(owners)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)

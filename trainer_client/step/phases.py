@@ -110,12 +110,12 @@ class Phases:
         self._entered = entered
 
     def enter(self, verb: Verb) -> None:
-        """Enter the phase that follows the present one by `verb`. Raises PhaseError if there is none."""
+        """Enter the phase that follows the present one by `verb`. Raise PhaseError if there is none."""
         self.current = self.check(verb)
         self._entered(self.current.name.lower())
 
     def check(self, verb: Verb) -> Phase:
-        """Return the phase that follows the present one by `verb`. Raises PhaseError if there is none."""
+        """Return the phase that follows the present one by `verb`. Raise PhaseError if there is none."""
         following = _TRANSITIONS.get((verb, self.current))
         if following is None:
             raise PhaseError(f"{verb.value} was called where it cannot be: {self.current.value}")

@@ -1,6 +1,7 @@
 """Number formats: the dtypes of forward and backward, and the loss scale that keeps fp16 gradients in range.
 
-Owns the loss scale. Must never touch parameters or gradients: its callers apply the dtypes and the factor.
+This module owns the loss scale. It must never touch parameters or gradients: its callers apply the dtypes and the
+factor.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PrecisionPolicy:
             accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
             reduction_dtype=_dtype(config.communication_data_type),
             autocast_dtype=_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
-            autocast_reduced=config.torch_autocast.lower_precision_safe_modules or (),
+            autocast_reduced=config.torch_autocast.reduced_classes if config.torch_autocast.enabled else (),
             buffer_dtype=_dtype(config.data_types.buffer_dtype),
         )
 
@@ -70,11 +71,14 @@ class PrecisionPolicy:
         return torch.autocast(device.type, self.autocast_dtype)
 
     def mark_reductions(self, model: nn.Module) -> None:
-        """Mark the parameters whose gradients are added over ranks in autocast's dtype. Raises ConfigError."""
+        """Mark the parameters whose gradients are added over ranks in autocast's dtype. It can raise ConfigError."""
         mark_reduction_dtypes(model, self.autocast_dtype, self.autocast_reduced)
 
     def reduction_dtype_of(self, parameter: ModelParameter) -> torch.dtype:
-        """Return the dtype in which a parameter's gradient is added over ranks. Raises ConfigError as `dtype_of`."""
+        """Return the dtype in which a parameter's gradient is added over ranks.
+
+        It raises ConfigError like `dtype_of`.
+        """
         return marked_dtype(parameter.tensor) or self.reduction_dtype or self.dtype_of(parameter)
 
     def dtype_of(self, parameter: ModelParameter) -> torch.dtype:

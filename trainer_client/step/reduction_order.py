@@ -1,6 +1,6 @@
 """The order in which units' gradients are reduced before the end of backward, although ranks may run different units.
 
-Owns the order of one backward pass. Must never let two ranks begin different reductions at one time.
+This module owns the order of one backward pass. It must never let two ranks begin different reductions at one time.
 
 [Note: one order for all ranks] A reduction is a collective, and a unit's gradients are ready when its backward is over:
 at another time on each rank, and on some ranks perhaps never. When a backward pass begins, the ranks tell each other
@@ -38,7 +38,7 @@ class ReductionOrder:
         self._late: frozenset[int] = frozenset()
 
     def begin(self, used: Sequence[int]) -> None:
-        """Begin to agree on the order of a backward pass. A collective, without waiting for it.
+        """Begin to agree on the order of a backward pass. All ranks must call this; it does not wait for them.
 
         Args:
             used: the units whose backward this rank expects, in the order of their first use.

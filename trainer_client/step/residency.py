@@ -1,7 +1,7 @@
 """Which units are gathered, and for whom: a unit stays gathered as long as it has a holder.
 
-Owns the holds, the look-ahead (leases for the next unit, the store's prefetch window) and the limit on units that stay
-gathered without a holder. Must never decide who needs a unit: the hooks do.
+This module owns the holds, the look-ahead (leases for the next unit, the store's prefetch window) and the limit on
+units that stay gathered without a holder. It must never decide who needs a unit: the hooks do.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Residency:
         self._told: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
-        # The time on time.perf_counter when the last unit was gathered. None: the time since does not count as compute.
+        # The time on time.perf_counter when the last unit was gathered; None if the time since is not compute time.
         self._used_until: float | None = None
         sizes = [unit.partition_bytes for unit in units if unit.partition_bytes]
         self._usual_bytes = int(median(sizes)) if sizes else 0
@@ -97,7 +97,9 @@ class Residency:
         self._has_transient = any(unit.transient_host_bytes and unit.partition_bytes for unit in units)
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
-        """Gather the unit and keep it until `holder` ends its hold. A collective, unless gathers are one-sided.
+        """Gather the unit and keep it until `holder` ends its hold.
+
+        All ranks must call this, unless gathers are one-sided.
 
         If the unit has no holder yet, this is a use: it is noted in `trace`, and the unit that is used next is asked
         for.

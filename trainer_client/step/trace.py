@@ -1,8 +1,9 @@
 """The order in which a step uses its units. Once recorded, it tells which unit comes next and when one is needed.
 
-Owns the recorded order. Must never raise or lose its knowledge because a step deviates from the last one: a unit that
-is skipped, repeated or new only moves the cursor, and the uses of this step become the expectation of the next one. A
-unit that was not used at all keeps its place for a while, because experts and conditional layers come back.
+This module owns the recorded order. It must never raise or lose its knowledge because a step deviates from the last
+one: a unit that is skipped, repeated or new only moves the cursor, and the uses of this step become the expectation of
+the next one. A unit that was not used at all keeps its place for a while, because experts and conditional layers come
+back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The arithmetic of one step: norm, clipping, loss scale, and the optimizer's update of everything that has a gradient.
 
-Owns the counts of updates and of skipped steps. Must never commit: the engine decides whether and when a step is kept.
+This module owns the counts of updates and of skipped steps. It must never commit: the engine decides whether and when a
+step is kept.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class TrainingStep:
         self._clipping = clipping
         self._early_updates = early_updates
         self._required = required
-        # The clipping that the user has chosen for the step under way; None: that of the config. The last step's tells
-        # what to foresee for the next one.
+        # The clipping that the user has chosen for the step under way; None if it is the config's. The last step's
+        # tells what to foresee for the next one.
         self._chosen: Clipping | None = None
         self._last = clipping
         # Whether the last step's gradient was clipped by its norm. If so, the next one's scale cannot be foreseen.
@@ -115,7 +116,7 @@ class TrainingStep:
     def make(self, step: int) -> bool:
         """Update the states to version `step`, or free the gradients if they are not finite.
 
-        A collective, in which all ranks decide alike.
+        All ranks must call this, and all make the same decision.
 
         Returns:
             Whether the step was made.
@@ -148,11 +149,14 @@ class TrainingStep:
         return finite
 
     def reduce_gradients(self, step: int) -> None:
-        """Reduce the gradients of `step` that backward passes have left unreduced. A collective."""
+        """Reduce the gradients of `step` that backward passes have left unreduced. All ranks must call this."""
         self._gradients.complete(step)
 
     def clip_by_norm(self, step: int, limit: float) -> float:
-        """Clip the gradient of `step` by its norm when the step is made, and return that norm. A collective."""
+        """Clip the gradient of `step` by its norm when the step is made, and return that norm.
+
+        All ranks must call this.
+        """
         self._choose(Clipping(norm=limit))
         self._gradients.complete(step)
         self._gradients.make_norms_exact()
@@ -163,7 +167,7 @@ class TrainingStep:
         self._choose(Clipping(value=limit))
 
     def _choose(self, clipping: Clipping) -> None:
-        """Clip the step under way so, and not as the config says. Raises RuntimeError for a second call in a step."""
+        """Clip the step under way so, and not as the config says. Raise RuntimeError for a second call in a step."""
         if self._chosen is not None:
             raise RuntimeError("the gradient of this step is clipped already: clip it once, by its norm or by value")
         self._chosen = clipping
@@ -183,7 +187,7 @@ class TrainingStep:
         self._gradients.abandon()
 
     def refresh(self) -> None:
-        """Bring the parameters on this rank's device up to date with the step. A collective.
+        """Bring the parameters on this rank's device up to date with the step. All ranks must call this.
 
         Call this after all ranks have voted for the step.
         """

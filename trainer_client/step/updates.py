@@ -1,7 +1,7 @@
 """The optimizer's update of each flat group: in the store, or on this rank's device, with the same bits.
 
-Owns the rule that is foreseen for the next step. Must never decide what a step is: its callers give the scale and the
-hyper-parameters.
+This module owns the rule that is foreseen for the next step. It must never decide what a step is: its callers give the
+scale and the hyper-parameters.
 
 [Note: early updates] The store may begin with the update of a group in the backward pass already, as soon as the
 group's gradient is final. It does so on the assumption that the step will be made, with the scale and the
@@ -58,7 +58,7 @@ class UpdateRule:
         return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
-        """Return the hyper-parameters of each shard of an update by this rule; None: the step does not update it."""
+        """Return the hyper-parameters of each shard of an update by this rule; None for a shard without an update."""
         return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
 
     def only(self, gradient: GradientGroup) -> UpdateRule:
@@ -96,7 +96,7 @@ class Updates:
         self._foreseen = None if rule is None else (step, rule)
 
     def begin_early(self, gradient: GradientGroup) -> None:
-        """Have the store begin with the update of a group whose gradient is expected to be final. Does not wait.
+        """Have the store begin with the update of a group whose gradient is expected to be final. It does not wait.
 
         Does nothing if no rule is foreseen, if the group is updated on the device, or if the gradient is not in the
         store's memory.
@@ -104,8 +104,7 @@ class Updates:
         group = gradient.flat_group
         if self._foreseen is None or self._states[group.name].placement.optimizer is Home.DEVICE:
             return
-        _, norms = gradient.norms()
-        if not bool(norms.isfinite().all()):
+        if not gradient.is_finite():
             # A step with such a gradient is skipped, so no other group needs to begin early either.
             self._foreseen = None
             return
@@ -122,7 +121,9 @@ class Updates:
         self._early.withdraw_all()
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
-        """Update the groups that have gradients, and finish the gradients. A collective if states are replicated.
+        """Update the groups that have gradients, and finish the gradients.
+
+        If states are replicated, all ranks must call this.
 
         The groups that the store updates are handed over first, so that it works on them while this rank updates those
         on its device.
@@ -201,7 +202,7 @@ class Updates:
     def refresh(self) -> None:
         """Bring the parameters on this rank's device up to date with the step that `apply` made.
 
-        Call this after all ranks have voted for the step. A collective for resident parameters.
+        Call this after all ranks have voted for the step. If parameters are resident, all ranks must call this.
         """
         updated, self._updated = self._updated, []
         self._accepted = []
@@ -220,7 +221,7 @@ class Updates:
             return None
         update = self._describe(gradient, early.update.gradient, rule)
         if not early.is_as(update, rule.rows_of(update)):
-            gradient.begin_change()
+            gradient.withdraw()
             return None
         return early
 

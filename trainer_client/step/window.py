@@ -1,6 +1,6 @@
 """How far ahead the store is asked for units: far enough to hide the time of a fetch behind the computation.
 
-Owns the measurements. Must never know which units there are, nor read a clock: Residency measures.
+This module owns the measurements. It must never know which units there are, nor read a clock: Residency measures.
 
 [Note: depth of the window] If the fetch of a unit takes as long as n units compute, the unit has to be asked for n uses
 ahead; one more covers variations. The store measures the fetches, because only the store knows what it had to read. The

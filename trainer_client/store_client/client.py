@@ -1,8 +1,8 @@
 """The store client for asyncio programs that do not train: they put tensors, commit them as steps and read them back.
 
 Each call runs a method of `client_sync` on a thread of this client. grpc.aio is not used, because it would be a second
-event loop in the process and copies of tensors would block it. A cancelled call does not touch the caller's tensors any
-more and leaves no lease behind.
+event loop in the process and copies of tensors would block it. A cancelled call stops using the caller's tensors and
+leaves no lease behind.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StoreClient:
         prefer_streams: bool = False,
         timeout: Timeout = None,
     ) -> StoreClient:
-        """Connect, and wait until the daemon answers. Raises as StoreClientSync.connect."""
+        """Connect, and wait until the daemon answers. It raises what `StoreClientSync.connect` raises."""
         threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
         connected = await threads.run(
             call,
@@ -96,16 +96,22 @@ class StoreClient:
 
     @property
     def maps_memory(self) -> bool:
-        """Whether tensors are copied from and to the daemon's memory; otherwise they are sent."""
+        """Whether tensors are copied from and to the daemon's memory; otherwise gRPC sends them."""
         return self._client.maps_memory
 
     async def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
-        """Return the jobs that this client may read, sorted by name. Raises as StoreClientSync.list_jobs."""
+        """Return the jobs that this client may read, sorted by name.
+
+        It raises what `StoreClientSync.list_jobs` raises.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._client.list_jobs_within(call))
 
     async def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
-        """Return the tensors of a job whose names begin with `prefix`. Raises as StoreClientSync.list_tensors."""
+        """Return the tensors of a job whose names begin with `prefix`.
+
+        It raises what `StoreClientSync.list_tensors` raises.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._client.list_tensors_within(call, job, prefix))
 
@@ -119,7 +125,7 @@ class StoreClient:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         timeout: Timeout = None,
     ) -> StoreWriter:
-        """Open a job for writing, and create it if it does not exist. Raises as StoreClientSync.open."""
+        """Open a job for writing, and create it if it does not exist. It raises what `StoreClientSync.open` raises."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         writer = await self._threads.run(
             call,
@@ -131,7 +137,10 @@ class StoreClient:
         return StoreWriter(writer, self._threads)
 
     async def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReader:
-        """Open a reader of a committed step, the newest one by default. Raises as StoreClientSync.read."""
+        """Open a reader of a committed step, the newest one by default.
+
+        It raises what `StoreClientSync.read` raises.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         reader = await self._threads.run(
             call, lambda: self._client.read_within(call, job, step), close=StoreReaderSync.close
@@ -141,14 +150,14 @@ class StoreClient:
     async def watch(self, job: str, *, timeout: Timeout = None) -> AsyncGenerator[Commit, None]:
         """Yield the newest committed step of a job, then each step as it is committed.
 
-        Raises as StoreClientSync.watch.
+        It raises what `StoreClientSync.watch` raises.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Commit | BaseException] = asyncio.Queue()
 
         def tell(item: Commit | BaseException) -> None:
-            # A closed event loop raises RuntimeError; then no task waits for the item.
+            # If the event loop is closed, it raises RuntimeError. Then no task waits for the item.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
 
@@ -186,7 +195,7 @@ class StoreWriter:
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None: nothing is committed yet."""
+        """The newest committed step; None if nothing is committed yet."""
         return self._writer.step
 
     async def __aenter__(self) -> StoreWriter:
@@ -200,19 +209,25 @@ class StoreWriter:
         await asyncio.shield(asyncio.to_thread(self._writer.close))
 
     async def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
-        """Put values of tensors for the next step. If cancelled, abandon the step. Raises as StoreWriterSync.put."""
+        """Put values of tensors for the next step. If cancelled, abandon the step.
+
+        It raises what `StoreWriterSync.put` raises.
+        """
         call = Call(timeout, LEASE_DEADLINE_SECONDS)
         await self._threads.run(call, lambda: self._writer.put_within(call, tensors))
 
     async def commit(self, *, timeout: Timeout = None) -> int:
-        """Commit what was put as the next step, and return its number. Raises as StoreWriterSync.commit."""
+        """Commit the values that were put as the next step, and return the step's number.
+
+        It raises what `StoreWriterSync.commit` raises.
+        """
         call = Call(timeout, COMMIT_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._writer.commit_within(call))
 
     async def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discard what was put since the last commit, and return the newest committed step.
+        """Discard the values that were put since the last commit, and return the newest committed step.
 
-        Raises as StoreWriterSync.roll_back.
+        It raises what `StoreWriterSync.roll_back` raises.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._writer.roll_back_within(call))
@@ -247,7 +262,7 @@ class StoreReader:
         await asyncio.shield(asyncio.to_thread(self._reader.close))
 
     async def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
-        """Return the tensors whose names begin with `prefix`. Raises as StoreReaderSync.tensors."""
+        """Return the tensors whose names begin with `prefix`. It raises what `StoreReaderSync.tensors` raises."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._reader.tensors_within(call, prefix))
 
@@ -270,13 +285,16 @@ class StoreReader:
     async def get_many(
         self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
     ) -> dict[str, torch.Tensor]:
-        """Return tensors as they were at the step, by name. Raises as StoreReaderSync.get_many."""
+        """Return tensors as they were at the step, by name. It raises what `StoreReaderSync.get_many` raises."""
         call = Call(timeout, LEASE_DEADLINE_SECONDS)
         wanted = list(fqns)
         return await self._threads.run(call, lambda: self._reader.get_many_within(call, wanted, kind))
 
     async def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
-        """Let the store bring tensors into its host memory ahead of `get`. Raises as StoreReaderSync.prefetch."""
+        """Let the store bring tensors into its host memory ahead of `get`.
+
+        It raises what `StoreReaderSync.prefetch` raises.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         wanted = list(fqns)
         await self._threads.run(call, lambda: self._reader.prefetch_within(call, wanted, kind))

@@ -52,8 +52,7 @@ class StoreClientSync:
             address: `unix:/path/paramserver.sock` or `host:port`.
             credentials: token and TLS files to connect with; None: those that $PARAMSERVER_TOKEN_FILE and
                 $PARAMSERVER_TLS_CA, _CERTIFICATE and _KEY name.
-            client: name of this client, shown to people who operate the daemon; None: the host's name and the process
-                id.
+            client: name of this client, which operators of the daemon see; None: the host's name and the process id.
             prefer_streams: do not use the store's shared memory even if it can be mapped.
             timeout: deadline of the call in seconds, or as a timedelta, here and in all other calls; None: the default.
 
@@ -88,7 +87,7 @@ class StoreClientSync:
 
     @property
     def epoch(self) -> str:
-        """A random name that the daemon gave itself at its start, as of the last opened session."""
+        """The random name that the daemon gave itself at its start, from the answer to the last opened session."""
         return self._connection.epoch
 
     def close(self) -> None:
@@ -100,7 +99,7 @@ class StoreClientSync:
 
     @property
     def maps_memory(self) -> bool:
-        """Whether tensors are copied from and to the daemon's memory, as on its own node; otherwise they are sent."""
+        """Whether tensors are copied from and to the daemon's memory, as on its own node; otherwise gRPC sends them."""
         return self._connection.maps_memory
 
     def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
@@ -156,7 +155,7 @@ class StoreClientSync:
             timeout: deadline of the call in seconds, or as a timedelta.
 
         Raises:
-            ConfigError: the store cannot keep what an argument asks for.
+            ConfigError: the store cannot keep such tensors, or an argument is malformed.
             JobConflictError: another client has the job open, or the job was stored with other tensors, shards or
                 durability.
             StoreBudgetError: the store has no room for the job.
@@ -202,11 +201,14 @@ class StoreClientSync:
         return StoreReaderSync(self._connection, job, step, call)
 
     def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout = None) -> StoreReaderSync:
-        """Open a reader of a step in a given layout, which may not be the job's newest. Raises as `read`."""
+        """Open a reader of a step in a given layout, even if the job has a newer layout.
+
+        It raises what `read` raises.
+        """
         return StoreReaderSync(self._connection, job, step, Call(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
     def read_kept(self, job: str, kept: str, *, timeout: Timeout = None) -> StoreReaderSync:
-        """Open a reader of a kept step of a job, by its name. Raises as `read`."""
+        """Open a reader of a kept step of a job, by its name. It raises what `read` raises."""
         return StoreReaderSync(self._connection, job, None, Call(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
 
     def watch(self, job: str, *, timeout: Timeout = None) -> Iterator[Commit]:
@@ -238,8 +240,8 @@ class StoreClientSync:
                         seen = commit.step, commit.committed_at_unix_seconds
                         yield commit
             except grpc.RpcError as error:
-                # The deadline begins anew at each break, because it limits how long the daemon is unreachable and not
-                # how long no step is committed.
+                # The deadline is restarted at each break, because it limits how long the daemon is unreachable, and not
+                # how long the watch waits for a commit.
                 call.extend()
                 failure = translate(error)
                 if not isinstance(failure, StoreUnavailableError) and session.is_known(call):

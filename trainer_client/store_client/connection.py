@@ -1,8 +1,8 @@
-"""How a StoreClient reaches its daemon: a session that is opened again when the daemon was restarted, and deadlines.
+"""A StoreClient's connection to its daemon: a session that is opened again after the daemon's restart, and deadlines.
 
-Owns the channel and the sessions. Uses grpc's synchronous API on the caller's threads, because grpc.aio does not work
-reliably with two event loops in one process. Must never repeat a call that may have been executed, so `resume` is for
-idempotent calls only.
+This module owns the channel and the sessions. It uses grpc's synchronous API on the caller's threads, because grpc.aio
+does not work reliably with two event loops in one process. It must never repeat a call that may have been executed, so
+`resume` is for idempotent calls only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import patience_seconds
+from trainer_client.transport.pinning import is_announced
 from trainer_client.transport.session import Session
 from trainer_client.transport.streams import Streams
 
@@ -61,7 +62,7 @@ class Call:
 
     @property
     def left_seconds(self) -> float:
-        """The seconds until the deadline, at least 0.001. Raises as `check`."""
+        """The seconds until the deadline, at least 0.001. It raises what `check` raises."""
         self.check()
         return max(0.001, self._at - time.monotonic())
 
@@ -92,18 +93,21 @@ class Call:
             self._at += more
 
     def extend(self) -> None:
-        """Restart the deadline with its full duration. Raises CallCancelledError after `cancel`."""
+        """Restart the deadline with its full duration. Raise CallCancelledError after `cancel`."""
         self._at = time.monotonic() + self.seconds
         self.check()
 
     def pause(self, seconds: float) -> None:
-        """Sleep, at most until the deadline. Raises as `check`."""
+        """Sleep, at most until the deadline. It raises what `check` raises."""
         self._cancelled.wait(min(seconds, self.left_seconds))
         self.check()
 
     @contextlib.contextmanager
     def at_memory(self) -> Iterator[None]:
-        """Enclose code that uses the user's tensors, so that `wait_for_memory` can wait for it. Raises as `check`."""
+        """Enclose code that uses the user's tensors, so that `wait_for_memory` can wait for it.
+
+        It raises what `check` raises.
+        """
         with self._memory:
             self.check()
             yield
@@ -147,7 +151,8 @@ class StoreSession:
         """
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
         self._channel = channel
-        self._session = Session(self._stub, client)
+        registers = is_announced()
+        self._session = Session(self._stub, client, registers_arena=registers)
         with contextlib.ExitStack() as after_error:
             after_error.callback(self._session.close)
             welcome = self._session.welcome
@@ -156,16 +161,19 @@ class StoreSession:
             self.arena_bytes = welcome.arena.size_bytes
             self.patience_seconds = patience_seconds(welcome)
             self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
-            self._arena = None if prefer_streams else Arena.map(welcome.arena)
+            self._arena = None if prefer_streams else Arena.map(welcome.arena, is_announced=registers)
             after_error.pop_all()
 
     @property
     def maps_memory(self) -> bool:
-        """Whether bytes are copied through the mapped arena; otherwise they are sent."""
+        """Whether bytes are copied through the mapped arena; otherwise gRPC sends them."""
         return self._arena is not None
 
     def map_privately(self) -> memoryview | None:
-        """Map the arena for reading, see `Arena.map_privately`. None: this session cannot, so bytes are copied."""
+        """Map the arena for reading, see `Arena.map_privately`.
+
+        Return None if this session cannot map it; the caller then copies the bytes of its leases.
+        """
         return None if self._arena is None else self._arena.map_privately()
 
     @property
@@ -174,7 +182,7 @@ class StoreSession:
         return self._session.failure is not None
 
     def check(self) -> None:
-        """Check that the bytes of leases are still those that were leased. Call this after they were used.
+        """Check that the memory of leases still has the leased bytes. Call this after the bytes were used.
 
         Raises:
             SessionEndedError: the daemon has ended the session, so the bytes may have been those of another session.
@@ -183,16 +191,18 @@ class StoreSession:
             self._arena.check()
 
     def generation(self) -> Generation | None:
-        """Return what tells, also after `close`, whether the daemon had ended the session. None: bytes are sent.
+        """Return an object that tells, also after `close`, whether the daemon had ended the session.
 
-        Raises StoreUnavailableError if the session is closed.
+        Return None if the session does not map the arena.
+
+        Raise StoreUnavailableError if the session is closed.
         """
         return None if self._arena is None else self._arena.generation()
 
     def goes_on(self, call: Call) -> bool:
-        """Return whether the session has not ended, after waiting for a broken stream to be resumed.
+        """Wait until a broken stream is resumed or the session has ended, and return whether the session goes on.
 
-        Raises StoreTimeoutError if the deadline passes meanwhile.
+        Raise StoreTimeoutError if the deadline passes meanwhile.
         """
         try:
             self._session.wait_until_attached(call.left_seconds)
@@ -205,7 +215,8 @@ class StoreSession:
     def is_known(self, call: Call) -> bool:
         """Return whether the store knows the session.
 
-        After NOT_FOUND, this tells whether the session has ended or the thing that was asked for does not exist.
+        After NOT_FOUND, this tells whether the session has ended, or whether the requested job, step or tensor does not
+        exist.
         """
         try:
             self.call("ReleaseLeases", pb.ReleaseLeasesRequest(), call)
@@ -222,13 +233,16 @@ class StoreSession:
         self._session.close()
 
     def break_off(self) -> None:
-        """Leave the session as a process does that is killed: the daemon takes the connection for lost."""
+        """Leave the session without closing it, so that the daemon treats the connection as lost, as after a kill."""
         if self._arena is not None:
             self._arena.close()
         self._session.break_off()
 
     def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
-        """Copy the bytes of a read lease to `target` (uint8), from the arena or by a stream. Raises StoreError."""
+        """Copy the bytes of a read lease to `target` (uint8), from the arena or by a stream.
+
+        It can raise StoreError.
+        """
         with call.at_memory():
             if self._arena is not None:
                 target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
@@ -238,7 +252,7 @@ class StoreSession:
                 self._streams(call).read(source, target.numpy().data, call.left_seconds)
 
     def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor) -> None:
-        """Fill a write lease with `source` (uint8, on any device), and its rest with zeros. Raises StoreError."""
+        """Fill a write lease with `source` (uint8, on any device), and its rest with zeros. It can raise StoreError."""
         with call.at_memory():
             if self._arena is not None:
                 view = self._arena.view(lease.arena_offset, lease.size_bytes)
@@ -252,7 +266,10 @@ class StoreSession:
                 self._streams(call).write(lease.lease_id, padded.cpu().numpy().data, call.left_seconds)
 
     def copy_part_in(self, call: Call, lease: pb.Lease, source: torch.Tensor, at: int) -> None:
-        """Fill the bytes of a write lease from byte `at` on with `source` (uint8, on the CPU). Raises StoreError."""
+        """Fill the bytes of a write lease from byte `at` on with `source` (uint8, on the CPU).
+
+        It can raise StoreError.
+        """
         with call.at_memory():
             if self._arena is not None:
                 self._arena.view(lease.arena_offset, lease.size_bytes)[at : at + source.numel()] = source
@@ -272,12 +289,13 @@ class StoreSession:
         """Begin a unary call and return grpc's future of it."""
         request.session_id = self.session_id
         future = self._invoke(getattr(self._stub, method).future, request, timeout=timeout_seconds)
-        # grpc cancels a call when its future is garbage-collected, unless the future has a callback.
+        # This callback does nothing. It is added because grpc otherwise cancels the call when its future is
+        # garbage-collected.
         future.add_done_callback(lambda _: None)
         return future
 
     def stream(self, method: str, request: Any, call: Call) -> Iterator[Any]:
-        """Make a call that answers with a stream, and yield its responses. Raises StoreError."""
+        """Make a call that answers with a stream, and yield its responses. It can raise StoreError."""
         request.session_id = self.session_id
         responses = call.track(self._invoke(getattr(self._stub, method), request, timeout=call.left_seconds))
         try:
@@ -300,7 +318,7 @@ class StoreSession:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
 
     def call(self, method: str, request: Any, call: Call) -> Any:
-        """Make a unary call and return its response. Raises StoreError."""
+        """Make a unary call and return its response. It can raise StoreError."""
         call.allow(self.patience_seconds)
         return result_of(self.begin(method, request, call.left_seconds))
 
@@ -309,7 +327,7 @@ class Connection:
     """A channel and one session on it, which is opened again when it has ended."""
 
     def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
-        """Prepare a connection, which is made on first use. Raises ConfigError for a bad address or credentials."""
+        """Prepare a connection, which is made on first use. Raise ConfigError for a bad address or bad credentials."""
         self.address = address
         self._client = client
         self._prefer_streams = prefer_streams
@@ -327,7 +345,7 @@ class Connection:
         self._channel.close()
 
     def new_session(self, *, maps_memory: bool = True) -> StoreSession:
-        """Open a further session, which the caller has to close. Raises StoreError.
+        """Open a further session, which the caller has to close. It can raise StoreError.
 
         With `maps_memory` false, the session does not map the arena even if it could.
         """
@@ -336,7 +354,7 @@ class Connection:
         return StoreSession(self._channel, self._client, prefer_streams=self._prefer_streams or not maps_memory)
 
     def admin_call(self, method: str, request: Any, call: Call) -> Any:
-        """Make a call of StoreAdmin and return its response. Raises StoreError."""
+        """Make a call of StoreAdmin and return its response. It can raise StoreError."""
         try:
             return getattr(StoreAdminStub(self._channel), method)(request, timeout=call.left_seconds)
         except grpc.RpcError as error:
@@ -346,12 +364,12 @@ class Connection:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
 
     def session(self, call: Call) -> StoreSession:
-        """Return the session; open it again if it has ended. Raises StoreError."""
+        """Return the session; open it again if it has ended. It can raise StoreError."""
         session = self._session
         if session is not None and session.goes_on(call):
             return session
         with self._lock:
-            # Another call may have opened the session again meanwhile; then `_session` is not `session` any more.
+            # Another thread may have opened a new session meanwhile. Then `_session` is that one, and stays.
             if self._session is session:
                 self._session = None
                 if session is not None:
@@ -399,12 +417,12 @@ def resume(call: Call, session_of: Callable[[], StoreSession], attempt: Callable
         try:
             call.pause(backoff.next_seconds())
         except StoreTimeoutError:
-            # The last failure says more than the time-out.
+            # The last failure is raised instead of the time-out, because it tells the user more.
             raise failure from None
 
 
 def result_of(future: Any) -> Any:
-    """Wait for the response of a call that was begun, and return it. Raises StoreError."""
+    """Wait for the response of a call that was begun, and return it. It can raise StoreError."""
     try:
         return future.result()
     except grpc.RpcError as error:

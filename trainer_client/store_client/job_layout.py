@@ -1,8 +1,8 @@
 """The layout of a job of a StoreClient: how its tensors are divided into shard groups.
 
 A large tensor is cut into shards, each of which is a group of its own. Many small tensors are packed into one group,
-because a group costs the store some kilobytes of memory, a page on the device and two calls, however small it is. Owns
-no connection.
+because a group costs the store some kilobytes of memory, a page on the device and two calls, however small it is. This
+module owns no connection.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trainer_client.model.slot_table import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
 from trainer_client.transport.shard_group_name import ShardGroupName
 
-# The largest size of a pack. To put one small tensor, the client writes its whole pack. That costs little, because the
-# store verifies and writes at least 128 KiB at once anyway.
+# The largest size of a pack. To put one small tensor, the client writes its whole pack. This costs little, because the
+# store verifies and writes at least 128 KiB at a time in any case.
 PACK_BYTES = 128 << 10
 # The name of the layout with packs. Layouts of earlier versions have no name, and in them no tensor is packed.
 PACKED = "packed"
@@ -55,9 +55,9 @@ class JobLayout:
 
     Attributes:
         name: the job's name.
-        tensors: its tensors, by name.
+        tensors: the job's tensors, by name.
         durability: "step", "snapshot:N" or "none".
-        placement: the home of its tensors: "nvme" or "host".
+        placement: the home of the job's tensors: "nvme" or "host".
         shard_bytes: the largest size of a shard.
     """
 
@@ -68,7 +68,7 @@ class JobLayout:
     shard_bytes: int
 
     def open_request(self) -> pb.OpenJobRequest:
-        """Return the request that opens the job. Raises ConfigError if the store cannot keep what it describes."""
+        """Return the request that opens the job. Raise ConfigError if the store cannot keep the job."""
         if not self.tensors:
             raise ConfigError(f"job {self.name!r} has no tensors; name at least one, with its shape and type")
         return pb.OpenJobRequest(
@@ -105,7 +105,7 @@ class JobLayout:
     def shards(self, fqn: str) -> list[tuple[str, int, int]]:
         """Return (group name, start, end) for each shard of a tensor that is not packed.
 
-        A shard has the tensor's elements [start, end). Raises ConfigError if `shard_bytes` is too small.
+        A shard has the tensor's elements [start, end). It raises ConfigError if `shard_bytes` is too small.
         """
         spec = self.tensors[fqn]
         length = self.shard_bytes // spec.dtype.itemsize // ELEMENT_ALIGNMENT * ELEMENT_ALIGNMENT

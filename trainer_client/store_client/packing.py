@@ -1,7 +1,7 @@
-"""Buffers for packs. A pack is a group of small tensors, which the store keeps and receives as one.
+"""Buffers for packs. A pack is a shard group of several small tensors, which the store receives and keeps as one slab.
 
-A small tensor that is put waits here until all tensors of its pack are put, or the step is committed. Holds copies,
-never the user's tensors. Knows no connection.
+The copy of a small tensor that the user has put is kept here until all tensors of its pack are put, or the step is
+committed. This module holds copies, never the user's tensors. It knows no connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Filling:
     """A pack with the values that were put in this step.
 
     Attributes:
-        pack: which tensors it has, and where.
+        pack: the pack's description: its tensors and their positions.
         values: the pack's elements, [pack.numel].
         missing: names of the tensors that were not put yet.
     """
@@ -61,7 +61,7 @@ class Packing:
             tensors: triples of a pack, the name of a tensor in it and the tensor.
 
         Raises:
-            StoreTimeoutError, CallCancelledError: as `Call.check`.
+            StoreTimeoutError, CallCancelledError: see `Call.check`.
         """
         whole: list[Filling] = []
         ahead = iter(tensors)

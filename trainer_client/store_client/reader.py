@@ -1,8 +1,8 @@
-"""Reading a committed step of a job: whole tensors or ranges of them, also while a trainer commits further steps.
+"""The reader of a committed step of a job: whole tensors or ranges of them, even while a trainer commits more steps.
 
-Owns the reader in the store and the leases of prefetched parts. The store brings a tensor into the arena part by part;
-each part is leased and copied out, through this process's mapping or, on another node, by a stream. After a restart of
-the daemon the same step is opened again, if the store still has it.
+This module owns the reader in the store and the leases of prefetched parts. The store brings a tensor into the arena
+part by part; each part is leased and copied out, through this process's mapping or, on another node, by a stream. After
+a restart of the daemon the same step is opened again, if the store still has it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ WantedT = TypeVar("WantedT", TensorPart, Batch)
 
 
 class _Held:
-    """The store's reader in one session; `ahead` has the futures of the leases that `prefetch` has asked for."""
+    """The store's reader in one session. `ahead` has the futures of the leases that `prefetch` has requested."""
 
     def __init__(self, session: StoreSession, reader_id: int) -> None:
         self.session = session
@@ -90,7 +90,7 @@ class _Held:
         self.ahead: dict[TensorPart, Any] = {}
 
     def lease(self, wanted: TensorPart | Batch, timeout_seconds: float) -> Any:
-        """Request a lease on a part or a batch, and return grpc's future of it; use the prefetched one if there is."""
+        """Return grpc's future of a lease on a part or a batch: the prefetched one, or that of a new request."""
         if isinstance(wanted, TensorPart) and wanted in self.ahead:
             return self.ahead.pop(wanted)
         request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
@@ -121,7 +121,7 @@ class StoreReaderSync:
         """Open the reader.
 
         Args:
-            layout: the name of the layout of the step; None: the job's newest.
+            layout: the name of the layout of the step; None: the job's newest layout.
             kept: the name of a kept step, instead of `step` and `layout`.
         """
         self._connection = connection
@@ -149,7 +149,7 @@ class StoreReaderSync:
         self.close()
 
     def close(self) -> None:
-        """Close the reader, after which the store may delete the step; idempotent."""
+        """Close the reader, after which the store may delete the step. A repeated call has no effect."""
         with self._lock:
             self._closed = True
             held, self._held = self._held, None
@@ -171,7 +171,10 @@ class StoreReaderSync:
         return self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
 
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
-        """List tensors within the deadline of `call`; see `tensors`. `get` needs no description of these any more."""
+        """List tensors within the deadline of `call`; see `tensors`.
+
+        The descriptions are kept, so that `get` does not have to ask for them.
+        """
         found = self._connection.resume(
             call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, self._kept)
         )
@@ -250,7 +253,7 @@ class StoreReaderSync:
         """Return tensors as they were at the step, by name. One request to the store reads thousands of small ones.
 
         Raises:
-            StoreNotFoundError, StoreBudgetError, DataLossError, StoreTimeoutError, StoreUnavailableError: as `get`.
+            StoreNotFoundError, StoreBudgetError, DataLossError, StoreTimeoutError, StoreUnavailableError: see `get`.
         """
         return self.get_many_within(Call(timeout, LEASE_DEADLINE_SECONDS), fqns, kind)
 
@@ -284,7 +287,7 @@ class StoreReaderSync:
         return {fqn: found[fqn] for fqn in names}
 
     def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
-        """Let the store bring tensors into its host memory, for the next `get` of each. Does not wait.
+        """Let the store bring tensors into its host memory, for the next `get` of each. It does not wait.
 
         At most _PARTS_AHEAD parts are prefetched; `get` reads the others when it is called.
 
@@ -320,7 +323,10 @@ class StoreReaderSync:
         return self._connection.resume(call, lambda session: attempt(session, self._attach(session, call).reader_id))
 
     def _attach(self, session: StoreSession, call: Call) -> _Held:
-        """Return the reader in `session`; open it (again) if this is a new session. Raises StoreError."""
+        """Return the reader in `session`. If the session is new, open the reader in it first.
+
+        It can raise StoreError.
+        """
         with self._lock:
             if self._closed:
                 raise ConfigError(f"the reader of step {self._step} of job {self.job!r} was closed; open another")
@@ -345,12 +351,12 @@ class StoreReaderSync:
             return self._held
 
     def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
-        """Ask the store for the descriptions of tensors, and keep them; a name that does not exist is ignored."""
+        """Request the descriptions of tensors from the store, and keep them. A name that does not exist is ignored."""
         unknown = [fqn for fqn in fqns if fqn not in self._tensors]
         if not unknown:
             return
-        # For a single tensor one result is enough. The store sorts by name, so the tensor comes before all others whose
-        # names begin with its name.
+        # If only one tensor is unknown, one result is enough, because the store sorts by name, so this tensor comes
+        # before all others whose names begin with its name.
         limit = 1 if len(unknown) == 1 else None
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
@@ -362,7 +368,7 @@ class StoreReaderSync:
     def _describe(
         self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
     ) -> tuple[tuple[int, ...], torch.dtype, TensorPart]:
-        """Return a tensor's shape, the dtype of its `kind`, and the range that the arguments mean."""
+        """Return a tensor's shape, the dtype of its `kind`, and the range that `offset` and `numel` select."""
         wire_kind = kind_to_proto(kind)
         self._look_up(call, [fqn])
         tensor = self._tensors.get(fqn)
@@ -389,7 +395,7 @@ def list_tensors(
 ) -> list[StoredTensor]:
     """Return the tensors of a job whose names begin with `prefix`, sorted by name: all, or the first `limit`.
 
-    `kept` names a kept step and `layout` a layout; without both it is the job's newest layout. Raises StoreError.
+    `kept` names a kept step and `layout` a layout; without both it is the job's newest layout. It can raise StoreError.
     """
     tensors: list[StoredTensor] = []
     token = ""

@@ -1,6 +1,6 @@
 """Records in the public calls of a StoreClient: tensors, jobs and commits, with torch's types.
 
-Also converts them to and from the messages of the wire protocol. Holds no connection.
+This module also converts the records to and from the messages of the wire protocol. It holds no connection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorSpec:
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def to_proto(self, fqn: str) -> pb.Parameter:
-        """Return the wire's message for a tensor of this spec. Raises ConfigError if the store cannot keep it."""
+        """Return the wire's message for a tensor of this spec. Raise ConfigError if the store cannot keep it."""
         if self.dtype not in WIRE_DTYPES:
             raise ConfigError(f"tensor {fqn!r} is of {self.dtype}; the store keeps float32, bfloat16 and float16")
         if not self.numel:
@@ -57,7 +57,7 @@ class Commit:
     """A committed step of a job.
 
     Attributes:
-        step: its number.
+        step: the number of the step.
         durable: whether it survives kill -9 of the daemon and power loss.
         committed_at_unix_seconds: time of the commit, by the daemon's clock.
     """
@@ -80,7 +80,7 @@ class StoredLayout:
     """A layout of a job: one way in which its tensors are cut into shards.
 
     Attributes:
-        name: given by the client that created the layout.
+        name: the layout's name, which the client that created it has chosen.
         world_size: number of ranks that the tensors are sharded over.
         steps: the committed steps that are stored in this layout.
     """
@@ -99,7 +99,7 @@ class StoredJob:
     """A job of the store.
 
     Attributes:
-        name: its name.
+        name: the job's name.
         world_size: number of ranks that its tensors are sharded over.
         step: the newest committed step; None: nothing is committed yet.
         durable: whether that step survives kill -9 of the daemon and power loss.
@@ -129,8 +129,8 @@ class StoredTensor:
     """A tensor of a job, of which this store has at least some elements.
 
     Attributes:
-        fqn: its name, as in `named_parameters()`.
-        shape: its shape.
+        fqn: the tensor's name, as in `named_parameters()`.
+        shape: the tensor's shape.
         trainable: whether the optimizer updates it.
         kinds: the dtype of each stored kind: "param" and, if the tensor is trained, "master" and the optimizer's
             states.
@@ -169,7 +169,7 @@ class StoredTensor:
 
 
 def kind_to_proto(kind: str) -> kinds.Kind:
-    """Return the wire's number of a kind. Raises ConfigError for any other word."""
+    """Return the wire's number of a kind. Raise ConfigError for any other word."""
     if kind not in _KINDS:
         raise ConfigError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
     return _KINDS[kind]
@@ -192,7 +192,7 @@ def kind_spec(dtype: torch.dtype, placement: str) -> pb.KindSpec:
 
 
 def durability_to_proto(durability: str) -> pb.Durability:
-    """Return the wire's message for `step`, `snapshot:N` or `none`. Raises ConfigError for anything else."""
+    """Return the wire's message for `step`, `snapshot:N` or `none`. Raise ConfigError for anything else."""
     if durability == "step":
         return pb.Durability(step=pb.Durability.Step())
     if durability == "none":

@@ -1,8 +1,8 @@
-"""Writing a job from one process: tensors are put, and committed together as the next step.
+"""The writer of a job in one process: it puts tensors, and commits them together as the next step.
 
-Owns a session of its own, because the store allows one open job for each session, and the puts of the step under way.
-Must never commit a step that may be incomplete: after a failed put the step is abandoned, and an error tells the caller
-to put its tensors again.
+This module owns a session of its own, because the store allows one open job for each session, and the puts of the step
+under way. It must never commit a step that may be incomplete: after a failed put the step is abandoned, and an error
+tells the caller to put its tensors again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ DEFAULT_SHARD_BYTES = 16 << 20
 # unless one shard alone is larger.
 _SHARDS_UNDER_WAY = 4
 _ARENA_SHARE = 4
-# Added to the heartbeat time-out, this is how long a broken session of this writer may still seem to hold the job.
+# After a break, the daemon may treat the writer's former session as open for the heartbeat time-out plus this many
+# seconds.
 _HAND_OVER_SLACK_SECONDS = 5.0
 _HAND_OVER_LOOK_SECONDS = 0.1
 
@@ -53,9 +54,10 @@ class StoreWriterSync:
         self._committed: int | None = None
         self._put: set[str] = set()
         self._packing = Packing()
-        # Whether small tensors share groups. In jobs that earlier versions have stored they do not.
+        # Whether small tensors share groups ("packs", see job_layout.py). In jobs that earlier versions have stored
+        # they do not.
         self._packed = True
-        # The error because of which the step under way cannot be committed; None: it can be.
+        # The error because of which the step under way cannot be committed; None if it can be committed.
         self._failure: StoreError | None = None
         self._closed = False
         self._attach(call)
@@ -67,7 +69,7 @@ class StoreWriterSync:
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None: nothing is committed yet."""
+        """The newest committed step; None if nothing is committed yet."""
         return self._committed
 
     @property
@@ -82,14 +84,14 @@ class StoreWriterSync:
         self.close()
 
     def close(self) -> None:
-        """End the session; tensors that were put but not committed are discarded. Idempotent."""
+        """End the session; tensors that were put but not committed are discarded. A repeated call has no effect."""
         with self._lock:
             self._closed = True
             if self._session is not None:
                 self._session.close()
 
     def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
-        """Put the values that tensors shall have in the next step, which `commit` then commits.
+        """Put the values that tensors will have in the next step, which `commit` then commits.
 
         Each tensor is put whole and at most once in a step. A tensor that is not put keeps its value, but the first
         step needs all of them. One call with many tensors is faster than many calls. Small tensors are copied, and may
@@ -101,15 +103,15 @@ class StoreWriterSync:
 
         Raises:
             ConfigError: a tensor is not the job's, or was put in this step already.
-            StepAbortedError: earlier puts of this step were lost, with the daemon or by a failure: put them all again,
-                after `roll_back` if the message says so.
+            StepAbortedError: earlier puts of this step were lost, because the daemon was restarted or a put failed: put
+                all tensors of the step again, after `roll_back` if the message says so.
             StoreBudgetError: the store's memory or disk had no room; the step is abandoned.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time; the step is abandoned.
         """
         self.put_within(Call(timeout, LEASE_DEADLINE_SECONDS), tensors)
 
     def commit(self, *, timeout: Timeout = None) -> int:
-        """Commit what was put as the job's next step, atomically, and return the step's number.
+        """Commit the values that were put as the job's next step, atomically, and return the step's number.
 
         If the daemon dies meanwhile, this waits for its restart and finds out whether the step was committed.
 
@@ -122,7 +124,9 @@ class StoreWriterSync:
         return self.commit_within(Call(timeout, COMMIT_DEADLINE_SECONDS))
 
     def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discard what was put since the last commit, and return the newest committed step (None: there is none).
+        """Discard the values that were put since the last commit.
+
+        Return the newest committed step; None if there is none.
 
         Raises:
             StoreError: the daemon cannot be reached, or refuses.
@@ -191,7 +195,7 @@ class StoreWriterSync:
         return 0 if self._committed is None else self._committed + 1
 
     def _usable_session(self, call: Call) -> StoreSession:
-        """Return the session. Raises StepAbortedError if puts of the step under way were lost."""
+        """Return the session. Raise StepAbortedError if puts of the step under way were lost."""
         if self._closed:
             raise ConfigError(f"job {self.name!r} was closed; open it again")
         if self._failure is not None:
@@ -220,7 +224,7 @@ class StoreWriterSync:
         self._attach(call)
 
     def _attach(self, call: Call) -> None:
-        """Open the job on a session of its own. Raises StoreError."""
+        """Open the job on a session of its own. It can raise StoreError."""
         request = self._layout.open_request()
 
         def attempt(session: StoreSession) -> None:
@@ -252,13 +256,14 @@ class StoreWriterSync:
             try:
                 return session.call("OpenJob", request, call)
             except JobConflictError:
-                # The conflict passes by itself only if the holder is a former session of this writer.
+                # Waiting helps only if a former session of this writer holds the job, because the daemon will end that
+                # session.
                 if self._session is None or time.monotonic() > give_up_at:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
     def _send(self, session: StoreSession, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hand tensors to the store. A small tensor stays here until all tensors of its pack were put."""
+        """Send tensors to the store. A small tensor stays in this process until all tensors of its pack were put."""
         packs = self._layout.packs if self._packed else {}
         small = ((packs[fqn], fqn, tensor) for fqn, tensor in tensors.items() if fqn in packs)
         whole = [(filling.pack.name, bytes_of(filling.values)) for filling in self._packing.put(call, small)]
@@ -272,7 +277,11 @@ class StoreWriterSync:
         self._send_groups(session, call, deque([*whole, *large]))
 
     def _check_initial_values(self) -> None:
-        """Raise JobConflictError if a tensor of a pack was not put before the first commit; the message names it."""
+        """Before the first commit, raise JobConflictError if a small tensor was not put yet.
+
+        The message names the tensor. Small tensors are sent to the store in packs (groups of several small tensors, see
+        job_layout.py), so a pack with a missing tensor would be written without its initial values.
+        """
         for filling in self._packing.incomplete() if self._committed is None else ():
             raise JobConflictError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -281,7 +290,7 @@ class StoreWriterSync:
             )
 
     def _send_incomplete(self, session: StoreSession, call: Call) -> None:
-        """Hand over the packs of which only some tensors were put; the others keep their last committed values."""
+        """Send the packs of which only some tensors were put. Their other tensors keep the last committed values."""
         numels = {fqn: self.tensors[fqn].numel for filling in self._packing.incomplete() for fqn in filling.missing}
         ready: deque[tuple[str, torch.Tensor]] = deque()
         for filling in self._packing.incomplete():
@@ -302,7 +311,7 @@ class StoreWriterSync:
         return stored
 
     def _send_groups(self, session: StoreSession, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
-        """Hand over groups, given as (name, bytes): acquire a write lease for each, fill it and publish it.
+        """Send groups, given as (name, bytes): acquire a write lease for each, fill it and publish it.
 
         While one lease is filled, the next ones are being granted and the last ones published.
         """
@@ -333,7 +342,7 @@ class StoreWriterSync:
         return session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
 
     def _fill(self, session: StoreSession, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
-        """Fill a write lease, and begin its publication; return grpc's future of that."""
+        """Fill a write lease, begin its publication, and return grpc's future of the publication."""
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
         try:
             session.copy_in(call, lease, source)
@@ -354,6 +363,6 @@ class StoreWriterSync:
 
 
 def _release_granted(session: StoreSession, leased: Any) -> None:
-    """Release a lease that was granted after a failure, when the writer did not need it any more."""
+    """Release a lease that the store grants after a failure, because the writer does not need it any more."""
     if not leased.cancelled() and leased.exception() is None:
         release(session, [leased.result().leases[0].lease_id])

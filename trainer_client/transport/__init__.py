@@ -1,4 +1,4 @@
 """How a trainer reaches the store: the gRPC channel, the session, leases, and the data planes that carry their bytes.
 
-Must never know anything of models.
+This package must never know anything of models.
 """

@@ -1,7 +1,7 @@
 """An attachment: one session with one daemon, and all that ends with it (channel, sender thread, mapped arena).
 
-When its daemon is restarted, a `RankStore` opens a new attachment. Must never decide what a lost call means, because
-the `RankStore` and its journal decide that.
+When its daemon is restarted, a `RankStore` opens a new attachment. This module must never decide what a lost call
+means, because the `RankStore` and its journal decide that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from trainer_client.transport.arena import Arena
 from trainer_client.transport.channel import Pending, open_channel, translate
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import Deadlines
+from trainer_client.transport.pinning import Driver, announce, is_announced
 from trainer_client.transport.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.transport.sender import Sender
-from trainer_client.transport.session import Session
+from trainer_client.transport.session import OnRankGone, Session
 from trainer_client.transport.streams import Streams
 
 
@@ -37,9 +38,11 @@ class Attachment:
         client: name of this client, shown to people who operate the daemon.
         credentials: token and TLS files to connect with.
         prefer_streams: use gRPC streams even if the arena can be mapped.
+        driver: registers the arena with this rank's device; None: this rank registers nothing.
         trace_parent: adds the span of the step under way to every call; None: the calls have no trace.
         on_lost: called once, on the session's thread, with the attachment and the error, if the session ends otherwise
             than by `close`.
+        on_rank_gone: called on the session's thread when another rank of the run has gone.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -53,8 +56,10 @@ class Attachment:
         credentials: Credentials,
         *,
         prefer_streams: bool,
+        driver: Driver | None = None,
         trace_parent: TraceParent | None = None,
         on_lost: Callable[[Attachment, StoreError], None],
+        on_rank_gone: OnRankGone,
     ) -> None:
         self._failure: StoreError | None = None
         self.arena: Arena | None = None
@@ -63,7 +68,16 @@ class Attachment:
             opened.callback(self._channel.close)
             self.stub = pb_grpc.ParameterStoreStub(self._channel)
             self.admin = StoreAdminStub(self._channel)
-            self.session = Session(self.stub, client, partial(on_lost, self))
+            if driver is not None:
+                announce()
+            registers = is_announced()
+            self.session = Session(
+                self.stub,
+                client,
+                registers_arena=registers,
+                on_lost=partial(on_lost, self),
+                on_rank_gone=on_rank_gone,
+            )
             opened.callback(self.session.close)
             welcome = self.session.welcome
             self.session_id = welcome.session_id
@@ -72,7 +86,7 @@ class Attachment:
             self.deadlines = Deadlines.of(welcome)
             self._sender = Sender()
             opened.callback(self._sender.close)
-            self.arena = None if prefer_streams else Arena.map(welcome.arena)
+            self.arena = None if prefer_streams else Arena.map(welcome.arena, driver, is_announced=registers)
             if self.arena is not None:
                 opened.callback(self.arena.close)
             streams = Streams(self._channel, self.session_id, self.session.check)
@@ -84,8 +98,8 @@ class Attachment:
         """End the session, and with it all leases; idempotent."""
         self._sender.close()
         if self.arena is not None:
-            # The arena is closed before the session, because the store reuses memory that this process can write to
-            # only after this process has unmapped it.
+            # The arena is closed before the session, because the store reuses memory that this process or its device
+            # can write to only after the device has done its copies and this process has unmapped the memory.
             self.arena.close()
         self._close_connection()
 
@@ -122,7 +136,10 @@ class Attachment:
         return leased.plane is self.plane
 
     def call(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
-        """Make a call and return its response. The default deadline is that of control calls. Raises StoreError."""
+        """Make a call and return its response. The default deadline is that of control calls.
+
+        It can raise StoreError.
+        """
         request.session_id = self.session_id
         return self.call_without_session(method, request, timeout_seconds)
 
@@ -162,7 +179,7 @@ class Attachment:
                 self._failure = failure
 
     def release_quietly(self, lease_ids: Iterable[int]) -> None:
-        """Release leases after a failure, without publishing what was written. Does not wait and raises nothing.
+        """Release leases after a failure, without publishing what was written. It neither waits nor raises.
 
         The store may have consumed some of them already, if a call was executed and only its response was lost. Each
         lease is therefore released by a call of its own, which may fail with NOT_FOUND.
@@ -173,7 +190,7 @@ class Attachment:
             future.add_done_callback(partial(self.note_failure, besides=grpc.StatusCode.NOT_FOUND))
 
     def release(self, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> Pending[None]:
-        """Release leases. Does not wait; the result may be ignored."""
+        """Release leases. It does not wait; the result may be ignored."""
         if not releases:
             done: Future[None] = Future()
             done.set_result(None)

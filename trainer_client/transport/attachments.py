@@ -3,11 +3,12 @@
 [Note: attaching again] A thread of its own does this, because the training thread may be waiting for other ranks, and
 the commit under way needs the votes of all ranks of the node. The thread
 
-1. waits for a daemon at the address, opens the rank's job and declares its shard groups;
+1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it;
 2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
    Otherwise the rank cannot go on, and every later call raises an error with the reason;
-3. hands over the journal if the commit under way is missing. If the rank has voted for it already, the thread waits for
-   that commit, because until then reads could miss what another rank has not handed over again;
+3. declares the rank's shard groups, and hands over the journal if the commit under way is missing. If the rank has
+   voted for it already, the thread waits for that commit, because until then reads could miss what another rank has not
+   handed over again;
 4. makes the new attachment current, for which the training thread waits in `outlive`.
 
 The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
@@ -20,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -73,17 +74,15 @@ _SLACK_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The messages that this rank sends to a new daemon, so that the daemon knows the rank.
+    """The job that this rank has opened, and opens again with a new daemon.
 
     Attributes:
         job: the request that opened the rank's job.
-        layout: the store's name of the job's layout.
-        groups: the shard groups that this rank has declared.
+        layouts: the names of which the newest committed layout of the job has one; None: it has no committed layout.
     """
 
     job: pb.OpenJobRequest
-    layout: str
-    groups: Sequence[pb.ShardGroup]
+    layouts: Sequence[str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,8 @@ class Survival:
 
     Attributes:
         timeout_seconds: how long the rank waits for the next daemon.
-        kept_bytes: limit, in bytes, for the copies of gradients that the rank keeps until they are committed.
+        kept_bytes: limit, in bytes, for the copies of gradients, and for the first values of a new job or layout, that
+            the rank keeps until they are committed.
         is_loud: whether this rank logs the restart as a warning; other ranks log it at level INFO.
     """
 
@@ -124,6 +124,7 @@ class Attachments:
         address: address of the daemon.
         credentials: token and TLS files to connect with.
         recorder: records the waits for the next daemon.
+        survival: how the rank outlives restarts of the daemon; None: it ends with its daemon.
 
     Attributes:
         current: the newest attachment that this rank may use.
@@ -139,6 +140,7 @@ class Attachments:
         address: str,
         credentials: Credentials,
         recorder: Recorder,
+        survival: Survival | None = None,
     ) -> None:
         self.journal = Journal()
         self.restarts: list[Restart] = []
@@ -149,18 +151,42 @@ class Attachments:
         self._survival: Survival | None = None
         self._membership: Membership | None = None
         self._gone: StoreError | None = None
+        # The attachment to which the training thread is to hand over what only it can make, and the error of that.
+        self._wants_derived: Attachment | None = None
+        self._not_derived: StoreError | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.changed = threading.Condition(threading.RLock())
         self.current = attach(on_lost=self._on_lost)
+        if survival is not None:
+            with self.changed:
+                self._survival = survival
+                self.journal.open(survival.kept_bytes)
+                if self.current.session.failure is not None:
+                    self._on_lost(self.current, self.current.session.failure)
 
-    def survive(self, survival: Survival, membership: Membership, newest: int | None) -> None:
-        """Outlive restarts of the daemon from now on; `newest` is the newest commit that the store has acknowledged."""
+    @property
+    def reattach_seconds(self) -> float:
+        """How long this rank waits for the next daemon; 0: the loss of the daemon is final."""
+        return 0.0 if self._survival is None else self._survival.timeout_seconds
+
+    def join(self, attachment: Attachment, membership: Membership, newest: int | None) -> None:
+        """Note the job that this rank has opened on `attachment`, and its newest commit.
+
+        Raises:
+            StoreError: the session of `attachment` has ended, so that the job has to be opened on the next one.
+        """
         with self.changed:
-            self._survival, self._membership = survival, membership
-            self.journal.open(newest, survival.kept_bytes)
-            if self.current.session.failure is not None:
-                self._on_lost(self.current, self.current.session.failure)
+            attachment.session.check()
+            self._membership = membership
+            self.journal.acknowledged = newest
+
+    def settle(self, layout: str) -> None:
+        """Expect from now on that the job's newest layout is `layout`, because its first values are committed."""
+        with self.changed:
+            self.journal.is_filling = False
+            if self._membership is not None:
+                self._membership = replace(self._membership, layouts=(layout,))
 
     def stop_reattaching(self) -> None:
         """Treat the loss of the daemon as final from now on, and end the thread that attaches again."""
@@ -188,18 +214,32 @@ class Attachments:
         if self.current is former and not former.session.ends_within(_SHOWS_SECONDS):
             raise error
         with self._recorder.waiting(Cause.DAEMON, self._address), self.changed:
-            seconds = self._survival.timeout_seconds + _SLACK_SECONDS if self._survival else 0.0
-            self.changed.wait_for(
-                lambda: self.current is not former or self._gone is not None or self._survival is None, seconds
-            )
-            if self.current is not former:
-                return
-            raise self._why_gone() or error from error
+            deadline = time.monotonic() + (self._survival.timeout_seconds + _SLACK_SECONDS if self._survival else 0.0)
+            while self.current is former and self._gone is None and self._survival is not None:
+                if self._wants_derived is not None:
+                    self._derive(self._wants_derived)
+                elif not self.changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+            if self.current is former:
+                raise self._why_gone() or error from error
+
+    def _derive(self, attachment: Attachment) -> None:
+        """Hand over what only the training thread can make; a failure ends the attempt with this daemon."""
+        try:
+            self.journal.replay(attachment, derives=True)
+        except StoreError as error:
+            self._not_derived = error
+        except BaseException as error:
+            self._not_derived = self._cannot(f"its first values cannot be made again ({error})")
+            raise
+        finally:
+            self._wants_derived = None
+            self.changed.notify_all()
 
     def retry_over_restarts(self, act: Callable[[Attachment], T]) -> T:
         """Call `act` with the current attachment, and again with the next one if its daemon is lost; return the result.
 
-        `act` must be idempotent. Raises StoreError.
+        `act` must be idempotent. It can raise StoreError.
         """
         while True:
             attachment = self.current
@@ -213,7 +253,7 @@ class Attachments:
 
         Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
         daemon is known to have what all ranks have handed over. Without a restart this returns at once, because the
-        store lets a read wait for the updates that it has, and the ranks meet before any of them reads. Raises
+        store lets a read wait for the updates that it has, and the ranks meet before any of them reads. It can raise
         StoreError.
         """
         with self.changed:
@@ -272,11 +312,11 @@ class Attachments:
         former.close_session()
 
     def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
-        """Attach to the next daemon, and to the one after it if that is lost meanwhile. Raises StoreError."""
+        """Attach to the next daemon, and to the one after it if that is lost meanwhile. It can raise StoreError."""
         while True:
             attachment = self._wait_for_daemon(former, cause, began, deadline)
             try:
-                newest, again = self._take_up(attachment)
+                newest, again = self._take_up(attachment) if self._membership is not None else (None, None)
                 self._hand_over_again(attachment, deadline)
             except StoreError as error:
                 over = attachment.session.ends_within(_SHOWS_SECONDS) if error.code in _MAY_BE_THE_END else False
@@ -291,7 +331,10 @@ class Attachments:
             return Restart(seconds=time.monotonic() - began, step=newest, handed_over_again=again)
 
     def _wait_for_daemon(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Attachment:
-        """Wait until another daemon than that of `former` serves, and return an attachment to it. Raises StoreError."""
+        """Wait until another daemon than that of `former` serves, and return an attachment to it.
+
+        It can raise StoreError.
+        """
         reason = cause
         while not self._closing.is_set() and (remaining := deadline - time.monotonic()) > 0:
             try:
@@ -316,7 +359,7 @@ class Attachments:
         )
 
     def _take_up(self, attachment: Attachment) -> tuple[int | None, int | None]:
-        """Declare this rank's job and shard groups to a new daemon.
+        """Open this rank's job with a new daemon.
 
         Returns:
             The newest commit that the daemon has, and the commit that is to be handed over again (each may be None).
@@ -326,26 +369,29 @@ class Attachments:
         """
         membership = self._membership
         assert membership is not None
-        newest = self._open_job(attachment, membership)
+        newest, layout = self._open_job(attachment, membership)
         with self.changed:
             vote = self.journal.vote
-            if vote is not None and newest == vote.step:
+            # The first commit of a new layout may have the number of a commit of the former one.
+            is_own = self.journal.layout_begun is None or layout == membership.job.layout
+            if vote is not None and newest == vote.step and is_own:
                 self.journal.acknowledge(vote.step)
             self._check(newest)
-            again = self.journal.step
-        attachment.call(attachment.stub.RegisterShards, pb.RegisterShardsRequest(groups=membership.groups))
-        return newest, again
+            return newest, self.journal.step
 
     def _hand_over_again(self, attachment: Attachment, deadline: float) -> None:
         """Hand a new daemon what the last one had not committed, and make `attachment` the current one.
 
         The training thread may add to the journal meanwhile. The replay that finds nothing more to do and the change of
-        `current` therefore happen under one hold of the lock. Raises StoreError.
+        `current` therefore happen under one hold of the lock. It raises StoreError.
         """
         while True:
             with self.changed:
                 self._check_kept()
-                vote = self.journal.replay(attachment)
+                if not self.journal.replay(attachment):
+                    self._wait_until_derived(attachment, deadline)
+                    continue
+                vote = self.journal.vote
                 if vote is None:
                     self.current = attachment
                     self.journal.awaits_commit = True
@@ -356,8 +402,28 @@ class Attachments:
             # The wait does not hold the lock, because training threads need it until they have voted.
             self._wait_for_commit(vote, deadline)
 
+    def _wait_until_derived(self, attachment: Attachment, deadline: float) -> None:
+        """Wait until the training thread, in `outlive`, has handed over what only it can make.
+
+        It can raise StoreError.
+        """
+        self._wants_derived, self._not_derived = attachment, None
+        self.changed.notify_all()
+        self.changed.wait_for(
+            lambda: self._wants_derived is None or self._closing.is_set(), max(0.0, deadline - time.monotonic())
+        )
+        failure = self._not_derived
+        if self._wants_derived is not None:
+            self._wants_derived = None
+            failure = self._cannot("the first values were not made again within paramserver.reattach_timeout_seconds")
+        if failure is not None:
+            raise failure
+
     def _wait_for_commit(self, vote: Vote, deadline: float) -> None:
-        """Wait until the other ranks of the node have voted, too, and the store has committed. Raises StoreError."""
+        """Wait until the other ranks of the node have voted, too, and the store has committed.
+
+        It can raise StoreError.
+        """
         while not vote.call.done() and time.monotonic() < deadline and not self._closing.is_set():
             self._closing.wait(_LOOK_AT_VOTE_SECONDS)
         if not vote.call.done():
@@ -369,12 +435,17 @@ class Attachments:
         with self.changed:
             self.journal.acknowledge(vote.step)
 
-    def _open_job(self, attachment: Attachment, membership: Membership) -> int | None:
-        """Open the job and return its newest commit. Raises DaemonRestartedError if it is not the job of this run."""
+    def _open_job(self, attachment: Attachment, membership: Membership) -> tuple[int | None, str | None]:
+        """Open the job, and return its newest commit and the name of that commit's layout.
+
+        Raises:
+            DaemonRestartedError: it is not the job of this run.
+        """
         request = pb.OpenJobRequest()
         request.CopyFrom(membership.job)
-        # With this policy, a daemon that does not have the job refuses instead of creating a new one.
-        request.resume = pb.RESUME_POLICY_MUST
+        # With MUST, a daemon that does not have the job refuses instead of creating a new one.
+        has_commit = self.journal.acknowledged is not None
+        request.resume = pb.RESUME_POLICY_MUST if has_commit else pb.RESUME_POLICY_AUTO
         try:
             opened = attachment.call(attachment.stub.OpenJob, request)
         except StoreError as error:
@@ -384,18 +455,19 @@ class Attachments:
                 raise self._cannot(error.message) from error
             raise
         name = opened.layouts[-1].layout if opened.layouts else None
-        if name != membership.layout:
+        if name not in membership.layouts:
             raise self._cannot(
                 f"its job {membership.job.job!r} has another history than this run's: it has another state directory, "
                 "or another run has laid the job out anew"
             )
-        newest: int | None = max((commit.step for commit in opened.committed), default=None)
-        return newest
+        return newest_of(opened), name
 
     def _check(self, newest: int | None) -> None:
         """Raise DaemonRestartedError unless `newest`, a daemon's newest commit, is the last acknowledged one."""
         journal = self.journal
-        if newest != journal.acknowledged:
+        # A job that another rank has begun to lay out anew shows no commit until the new layout has one.
+        is_begun = journal.layout_begun is not None and newest is None
+        if newest != journal.acknowledged and (newest is None or newest != journal.returns_to) and not is_begun:
             is_older = newest is None or (journal.acknowledged or 0) > newest
             why = (
                 'with paramserver.durability other than "step", commits are gone with the memory of the daemon'
@@ -405,11 +477,12 @@ class Attachments:
             raise self._cannot(f"its newest commit is {newest}, and this run is at {journal.acknowledged}: {why}")
 
     def _check_kept(self) -> None:
-        """Raise DaemonRestartedError if the journal lacks gradients that were handed over."""
+        """Raise DaemonRestartedError if the journal lacks bytes that were handed over."""
         journal = self.journal
         if journal.unkept_bytes:
+            what = "first values" if journal.is_filling else "gradients"
             raise self._cannot(
-                f"commit {journal.step} was under way, and its gradients, {journal.unkept_bytes} bytes of this rank or "
+                f"commit {journal.step} was under way, and its {what}, {journal.unkept_bytes} bytes of this rank or "
                 "more, were larger than paramserver.kept_gradients: raise that to go on here"
             )
 
@@ -419,3 +492,9 @@ class Attachments:
             f"the store daemon at {self._address} was restarted, and this run cannot go on with it: {why}. "
             "What was not committed is gone; restart the job, it resumes from the last commit",
         )
+
+
+def newest_of(opened: pb.OpenJobResponse) -> int | None:
+    """Return the newest commit of a job that was opened; None if it has none."""
+    newest: int | None = max((commit.step for commit in opened.committed), default=None)
+    return newest

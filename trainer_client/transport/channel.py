@@ -1,7 +1,7 @@
 """gRPC channels to the daemon: addresses, options, default deadlines, and the translation of gRPC's errors.
 
-Owns no state. Must never retry a call that the daemon may have executed, because only the caller knows whether it may
-be repeated.
+This module owns no state. It must never retry a call that the daemon may have executed, because only the caller knows
+whether it may be repeated.
 """
 
 from __future__ import annotations
@@ -213,6 +213,11 @@ class Pending(Generic[T]):
         self._finish = finish
         self._waited = waited
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return bool(self._future.done())
+
     def wait(self) -> T:
         """Wait for the result and return it.
 
@@ -229,7 +234,7 @@ class Pending(Generic[T]):
             raise
 
     def release_when_granted(self) -> None:
-        """Release what the call is granted, as soon as the store has granted it. Does not wait.
+        """Release what the call is granted, as soon as the store has granted it. It does not wait.
 
         A caller that has not waited for the result calls this when it does not need the result any more. If the store
         refuses the call, that is not reported.

@@ -1,6 +1,7 @@
 """The credentials of a client: a token, and for TCP a certificate.
 
-Their files are read each time a channel is opened. Must never put a token into a message, a log or a `repr`.
+Their files are read each time a channel is opened. This module must never put a token into a message, a log or a
+`repr`.
 """
 
 from __future__ import annotations

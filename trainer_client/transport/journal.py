@@ -10,13 +10,14 @@ the next commit, the journal keeps what this rank gave to it:
 A daemon that was restarted from the commit before gets all of this again in the same order, so it computes the same
 bits.
 
-Owns the copies. Must never be replayed into a store that has the commit already; `Attachments` checks that first.
+This module owns the copies. A journal must never be replayed into a store that has the commit already; `Attachments`
+checks that first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ import torch
 
 from paramserver.contract.kinds import GRAD, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.device import wait_for_stream
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.planes import LeasedBytes
 
@@ -77,7 +79,10 @@ class HandOver(Protocol):
     """An entry of the journal: values or an update that become part of the next commit."""
 
     def make(self, attachment: Attachment) -> None:
-        """Hand the entry to the daemon of `attachment`, from tensors that the trainer keeps. Raises StoreError."""
+        """Hand the entry to the daemon of `attachment`, from tensors that the trainer keeps.
+
+        It can raise StoreError.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +96,24 @@ class Put:
     def make(self, attachment: Attachment) -> None:
         with _acquired(attachment, [value.slab for value in self.values], self.step) as leases:
             for value, leased in zip(self.values, leases, strict=True):
-                leased.data.view(value.dtype).copy_(value.values)
+                leased.begin_fill(value.values, value.dtype)
+            for device in {value.values.device for value in self.values}:
+                wait_for_stream(device)
             publish(attachment, leases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """An entry with values that this rank computes or reads again, so that it need not keep them.
+
+    Only the training thread makes it, because the computation may use torch's global random numbers, and the model.
+    """
+
+    step: int
+    values: Callable[[], Sequence[Value]]
+
+    def make(self, attachment: Attachment) -> None:
+        Put(step=self.step, values=self.values()).make(attachment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +131,26 @@ class Applied:
             with _acquired(attachment, [SlabName(group=update.group, kind=GRAD)], self.step) as (leased,):
                 leased.data.copy_(gradient)
                 apply(attachment, self.step, self.hyper_parameters, [replace(update, gradient=leased)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutBegun:
+    """A declaration that the job is laid out anew, with `first_step` as the number of the layout's first commit."""
+
+    first_step: int
+
+    def make(self, attachment: Attachment) -> None:
+        attachment.call(attachment.stub.BeginLayout, pb.BeginLayoutRequest(first_step=self.first_step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A declaration of the shard groups of this rank."""
+
+    groups: Sequence[pb.ShardGroup]
+
+    def make(self, attachment: Attachment) -> None:
+        attachment.call(attachment.stub.RegisterShards, pb.RegisterShardsRequest(groups=self.groups))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,36 +177,47 @@ class Journal:
 
     Attributes:
         acknowledged: the newest commit that the store has acknowledged; None: there is none.
+        returns_to: the older commit to which the store is being rolled back; None: it is not.
+        layout_begun: the layout without a commit that this rank has begun; None: there is none.
+        registered: the shard groups that this rank has declared; None: it has declared none.
         step: the commit under way, for which this rank has handed something over; None: nothing was handed over.
         vote: this rank's vote for the commit under way; None: it has not voted.
-        unkept_bytes: bytes of gradients that were handed over without keeping a copy.
+        unkept_bytes: bytes that were handed over without keeping a copy.
         is_open: whether the journal keeps anything; False before `open`.
+        is_filling: whether the states are being given their first values, of which the journal keeps as many bytes as
+            of gradients.
         awaits_commit: whether the daemon was restarted since the last acknowledged commit. The new one may lack what
             other ranks handed to the last one for the commit under way.
     """
 
     def __init__(self) -> None:
         self.acknowledged: int | None = None
+        self.returns_to: int | None = None
+        self.layout_begun: LayoutBegun | None = None
+        self.registered: Registered | None = None
         self.step: int | None = None
         self.vote: Vote | None = None
         self.unkept_bytes = 0
         self.is_open = False
+        self.is_filling = False
         self.awaits_commit = False
         self._most_bytes = 0
+        self._filled_bytes = 0
         self._exceeds = False
         self._entries: list[HandOver] = []
-        # `replay` has handed the first `_replayed` entries to the attachment `_replayed_to`.
+        # `replay` has handed the declarations in `_declared` and the first `_replayed` entries to the attachment
+        # `_replayed_to`.
         self._replayed_to: Attachment | None = None
+        self._declared: list[HandOver] = []
         self._replayed = 0
         # Copies of gradients by group. Each step uses the same memory again, because fresh memory of this size costs
         # the kernel as much time as the copy itself.
         self._copies: dict[str, torch.Tensor] = {}
 
-    def open(self, acknowledged: int | None, most_bytes: int) -> None:
-        """Begin to keep what is handed over after the commit `acknowledged`, with at most `most_bytes` of gradients."""
-        self.acknowledged = acknowledged
+    def open(self, most_bytes: int) -> None:
+        """Begin to keep what is handed over, with at most `most_bytes` of gradients or of first values."""
         self._most_bytes = most_bytes
-        self.is_open = True
+        self.is_open = self.is_filling = True
 
     @property
     def kept_bytes(self) -> int:
@@ -174,9 +226,19 @@ class Journal:
 
     def note(self, step: int, entry: HandOver) -> None:
         """Add an entry for the commit `step`; do nothing before `open`."""
-        if self.is_open:
-            self.step = step
-            self._entries.append(entry)
+        if not self.is_open:
+            return
+        self.step = step
+        if self.is_filling and isinstance(entry, Put):
+            # The kinds of one group may be given the same tensor.
+            nbytes = sum({id(value.values): value.values.nbytes for value in entry.values}.values())
+            self._filled_bytes += nbytes
+            if self._filled_bytes > self._most_bytes:
+                self.unkept_bytes = self._filled_bytes
+                self._entries.clear()
+                self._replayed = 0
+                return
+        self._entries.append(entry)
 
     def note_update(
         self,
@@ -186,7 +248,7 @@ class Journal:
     ) -> Applied | None:
         """Add updates with copies of their gradients, and return the entry.
 
-        Returns None if the journal is not open, or if the gradients of a step are larger than its limit.
+        Return None if the journal is not open, or if the gradients of a step are larger than its limit.
         """
         if not self.is_open:
             return None
@@ -221,7 +283,7 @@ class Journal:
             self._replayed -= place < self._replayed
 
     def begin_vote(self, attachment: Attachment, step: int, client_state: bytes, settled: int) -> Vote:
-        """Vote for the commit, keep the vote and return it. Does not wait."""
+        """Vote for the commit, keep the vote and return it. It does not wait."""
         call = vote(attachment, step, client_state, settled)
         self.step = step
         self.vote = Vote(step=step, client_state=client_state, settled=settled, attachment=attachment, call=call)
@@ -231,26 +293,32 @@ class Journal:
         """Remove all entries and the vote of the commit `step`, because the store has committed it. Idempotent."""
         if self.step == step:
             self.acknowledged = step
-            self.step = self.vote = None
-            self.unkept_bytes = self._replayed = 0
+            self.step = self.vote = self.layout_begun = None
+            self.unkept_bytes = self._replayed = self._filled_bytes = 0
             self.awaits_commit = False
             self._entries.clear()
 
-    def replay(self, attachment: Attachment) -> Vote | None:
-        """Hand over the entries and the vote that a restarted daemon does not have yet.
+    def replay(self, attachment: Attachment, *, derives: bool = False) -> bool:
+        """Hand over the entries and the vote that a restarted daemon does not have yet; return whether it has all now.
 
-        The daemon has the last acknowledged commit. Returns the vote, or None if this rank has not voted yet. Raises
-        StoreError.
+        The daemon has the last acknowledged commit. Without `derives` this stops before the first entry that only the
+        training thread can make, and returns False. It raises StoreError.
         """
         if self._replayed_to is not attachment:
-            self._replayed_to, self._replayed = attachment, 0
+            self._replayed_to, self._declared, self._replayed = attachment, [], 0
+        for declaration in (self.layout_begun, self.registered):
+            if declaration is not None and declaration not in self._declared:
+                declaration.make(attachment)
+                self._declared.append(declaration)
         for entry in self._entries[self._replayed :]:
+            if isinstance(entry, Derived) and not derives:
+                return False
             entry.make(attachment)
             self._replayed += 1
         if self.vote is not None and self.vote.attachment is not attachment:
             self.vote.call = vote(attachment, self.vote.step, self.vote.client_state, self.vote.settled)
             self.vote.attachment = attachment
-        return self.vote
+        return True
 
     def _copy(self, update: GroupUpdate) -> torch.Tensor:
         data = update.gradient.data
@@ -263,7 +331,7 @@ class Journal:
 def _acquired(attachment: Attachment, slabs: Sequence[SlabName], step: int) -> Iterator[list[LeasedBytes]]:
     """Acquire write leases, all or none and in the order of the slabs, for a `with` block.
 
-    The block hands them to the store; if it fails, they are released. Raises StoreError.
+    The block hands them to the store; if it fails, they are released. It raises StoreError.
     """
     wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs]
     request = pb.AcquireLeasesRequest(wants=wants)
@@ -276,7 +344,7 @@ def _acquired(attachment: Attachment, slabs: Sequence[SlabName], step: int) -> I
 
 
 def publish(attachment: Attachment, leases: Sequence[LeasedBytes]) -> None:
-    """Release write leases, and publish their bytes as the version of their step. Raises StoreError."""
+    """Release write leases, and publish their bytes as the version of their step. It can raise StoreError."""
     for leased in leases:
         attachment.plane.flush(leased)
     attachment.check_leases()
@@ -290,7 +358,10 @@ def apply(
     hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
     updates: Sequence[GroupUpdate],
 ) -> None:
-    """Hand gradients over, and return when the store has accepted them. Consumes their leases. Raises StoreError."""
+    """Hand gradients over, and return when the store has accepted them. Consumes their leases.
+
+    It can raise StoreError.
+    """
     for update in updates:
         attachment.plane.flush(update.gradient)
     attachment.check_leases()

@@ -1,7 +1,7 @@
 """mmap calls at a fixed address, which Python's `mmap` module does not offer.
 
-With them, an address range that tensors view can be switched to other memory while the tensors stay the same objects.
-Must never be given a range that the caller has not mapped itself, because the kernel discards the former mapping.
+With them, an address range that tensors view can be switched to other memory while the tensors stay the same objects. A
+caller must never pass a range that it has not mapped itself, because the kernel discards the former mapping.
 """
 
 from __future__ import annotations

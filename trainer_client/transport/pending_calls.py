@@ -28,8 +28,15 @@ class RepeatedCall(Pending[T]):
         self._ask = ask
         self.attachment, self._pending = self._begin()
 
+    @property
+    def is_answered(self) -> bool:
+        return self._pending.is_answered
+
     def wait(self) -> T:
-        """Wait for the result, and repeat the call with the next daemon if this one is lost. Raises StoreError."""
+        """Wait for the result, and repeat the call with the next daemon if this one is lost.
+
+        It can raise StoreError.
+        """
         while True:
             at = self.attachment
             try:
@@ -71,8 +78,12 @@ class WithdrawableUpdate(Pending[bool]):
     def release_when_granted(self) -> None:
         """Do nothing."""
 
+    @property
+    def is_answered(self) -> bool:
+        return self._sent is None or self._sent.is_answered
+
     def wait(self) -> bool:
-        """Wait for the hand-over; return whether the current daemon has the update. Raises StoreError."""
+        """Wait for the hand-over; return whether the current daemon has the update. It can raise StoreError."""
         if self._sent is None:
             return False
         if self._at is self._attachments.current:
@@ -95,17 +106,29 @@ class PendingCommit(Pending[None]):
     def release_when_granted(self) -> None:
         """Do nothing."""
 
+    @property
+    def is_answered(self) -> bool:
+        return bool(self._vote.call.done())
+
     def wait(self) -> None:
-        """Wait until the store has committed the step. Raises StoreError."""
+        """Wait until the store has committed the step. It can raise StoreError."""
         with self._attachments.changed:
-            at, call = self._vote.attachment, self._vote.call
+            # The journal may have repeated the vote on an attachment that is not current before the commit is there.
+            at, call = self._attachments.current, self._vote.call
         try:
             Pending(call, lambda _: None, self._note_wait).wait()
         except StoreError as error:
             # When `outlive` returns, the commit exists: the thread that attaches to the next daemon has waited for it.
-            self._attachments.outlive(at, error)
+            # If that daemon has shown the commit already, the call that has failed is the one to the former daemon.
+            if not self._is_acknowledged:
+                self._attachments.outlive(at, error)
         with self._attachments.changed:
             self._attachments.journal.acknowledge(self._vote.step)
+
+    @property
+    def _is_acknowledged(self) -> bool:
+        with self._attachments.changed:
+            return self._attachments.journal.vote is not self._vote
 
     def _note_wait(self, _: Any, began: float, ended: float) -> None:
         self._recorder.stalled(Cause.COMMIT, f"step {self._vote.step}", began, ended)

@@ -1,12 +1,12 @@
 """The two data planes, by which the bytes of a lease reach this process: the mapped arena, or gRPC streams.
 
 Both implement the protocol `Plane`; a session chooses one of them when it opens. A plane turns a granted lease into a
-tensor and, for a write lease, makes the written bytes visible to the store. Owns no lease.
+tensor and, for a write lease, makes the written bytes visible to the store. This module owns no lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +14,20 @@ import torch
 
 from paramserver.contract.malloc_settings import keep_chunk_buffers
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.device import CPU
 from trainer_client.transport.arena import Arena
 from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
 from trainer_client.transport.mapping import FileRange
+from trainer_client.transport.pinning import Pins, slices_of
 from trainer_client.transport.streams import Streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of a lease are in an arena that is registered with a device: at byte `offset`."""
+
+    pins: Pins
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,7 @@ class LeasedBytes:
         plane: the data plane of the session that the lease belongs to.
         source: the file range from which the bytes can be mapped while `data` is referenced; None: mapping is not
             possible.
+        place: where the bytes are in the arena, if the arena is registered with a device; else None.
     """
 
     lease_id: int
@@ -38,6 +49,36 @@ class LeasedBytes:
     data: torch.Tensor
     plane: Plane
     source: FileRange | None = None
+    place: Place | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a device can copy the bytes while the host goes on.
+
+        If so, the lease must not be released, handed over or published before the device has done the copy; and what
+        was copied out of it is used for a vote only if `Plane.check` succeeds after that, see
+        `RankStore.wait_before_votes`.
+        """
+        return self.place is not None and self.place.pins.is_pinned(self.place.offset, self.data.numel())
+
+    def pieces(self) -> Iterator[slice]:
+        """Return the slices of `data` that are copied one by one, in order, because a device refuses more in one copy.
+
+        Each begins and ends at a multiple of the page size, except for the end of `data`.
+        """
+        return slices_of(self.data)
+
+    def begin_fill(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Begin to write `values` [n], converted to `dtype`, from any device; on the CPU, return when it is done.
+
+        On an accelerator the copy is work of the current stream.
+        """
+        if values.device.type == CPU:
+            self.data.view(dtype).copy_(values)
+            return
+        source = values.to(dtype).view(torch.uint8)
+        for piece in self.pieces():
+            self.data[piece].copy_(source[piece], non_blocking=True)
 
 
 class Plane(Protocol):
@@ -77,7 +118,11 @@ class ArenaPlane:
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         data = self._arena.view(lease.arena_offset, lease.size_bytes)
         source = self._arena.file_range(lease.arena_offset)
-        return LeasedBytes(lease_id=lease.lease_id, version=lease.version, data=data, plane=self, source=source)
+        pins = self._arena.pins
+        place = None if pins is None else Place(pins=pins, offset=lease.arena_offset)
+        return LeasedBytes(
+            lease_id=lease.lease_id, version=lease.version, data=data, plane=self, source=source, place=place
+        )
 
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
         return self.open_read(lease)
@@ -116,6 +161,6 @@ class StreamPlane:
 
 
 def check(leases: Iterable[LeasedBytes]) -> None:
-    """Run `Plane.check` once for each plane of the leases. Raises SessionEndedError."""
+    """Run `Plane.check` once for each plane of the leases. It can raise SessionEndedError."""
     for plane in {id(leased.plane): leased.plane for leased in leases}.values():
         plane.check()

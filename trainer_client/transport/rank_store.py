@@ -1,14 +1,14 @@
 """The store as one rank of a training run uses it: typed calls, and leases as tensors.
 
-Owns the rules for a restart of the daemon: which calls are repeated with the next daemon, and which calls the journal
-keeps. Must never block in a method that says that it does not wait, nor swallow a failure: if a call fails that the
-caller does not wait for, the next call raises its error.
+This module owns the rules for a restart of the daemon: which calls are repeated with the next daemon, and which calls
+the journal keeps. It must never block in a method that says that it does not wait, nor swallow a failure: if a call
+fails that the caller does not wait for, the next call raises its error.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,14 +23,17 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.transport.attachment import Attachment
-from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival
+from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.transport.journal import (
     Applied,
+    Derived,
     GroupUpdate,
     HandOver,
+    LayoutBegun,
     Put,
+    Registered,
     SlabName,
     Value,
     apply,
@@ -38,7 +41,9 @@ from trainer_client.transport.journal import (
     publish,
 )
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
+from trainer_client.transport.pinning import Driver
 from trainer_client.transport.planes import LeasedBytes, Plane, check
+from trainer_client.transport.session import OnRankGone
 from trainer_client.transport.shard_group_name import ShardGroupName
 
 # The store may have to write a whole step to NVMe before it is kept.
@@ -48,7 +53,9 @@ __all__ = ["GroupUpdate", "RankStore", "SlabName", "Value"]
 
 
 class RankStore:
-    """One rank's connection to the store, which outlives restarts of the daemon after `survive_restarts`.
+    """One rank's connection to the store, which outlives restarts of the daemon if it is given a `survival`.
+
+    See [Note: attaching again] in attachments.py.
 
     Attributes:
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
@@ -59,8 +66,12 @@ class RankStore:
         client: name of this client, shown to people who operate the daemon.
         credentials: token and TLS files to connect with.
         prefer_streams: use gRPC streams even if the arena can be mapped.
+        driver: registers the store's shared memory with this rank's device; None: this rank registers nothing.
         recorder: records waits and moved bytes.
+        survival: how long to wait for the next daemon, and how many bytes to keep for it; None: the rank ends with its
+            daemon.
         trace_parent: adds the span of the step under way to every call; None: the calls have no trace.
+        on_rank_gone: called, on a thread of its own, when another rank of the run has lost or closed its session.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -74,33 +85,42 @@ class RankStore:
         credentials: Credentials = NO_CREDENTIALS,
         *,
         prefer_streams: bool = False,
+        driver: Driver | None = None,
         recorder: Recorder | None = None,
+        survival: Survival | None = None,
         trace_parent: TraceParent | None = None,
+        on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
     ) -> None:
-        self._as_of_step: int | None = None  # None: reads see the newest version, committed or not
+        self._as_of_step: int | None = None  # None if reads see the newest version, committed or not.
         self.address = address
         self.credentials = credentials
         self.fetched: tuple[int, float] = 0, 0.0
         self._recorder = recorder or Recorder()
         self._job = pb.OpenJobRequest()
-        self._groups: list[pb.ShardGroup] = []
         # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self.trace_parent = trace_parent
+        self._wait_for_copies: Callable[[], None] = lambda: None
         attach = partial(
-            Attachment, address, client, credentials, prefer_streams=prefer_streams, trace_parent=trace_parent
+            Attachment,
+            address,
+            client,
+            credentials,
+            prefer_streams=prefer_streams,
+            driver=driver,
+            trace_parent=trace_parent,
+            on_rank_gone=on_rank_gone,
         )
-        self._attachments = Attachments(attach, address, credentials, self._recorder)
+        self._attachments = Attachments(attach, address, credentials, self._recorder, survival)
 
-    def survive_restarts(self, survival: Survival, *, layout: str, newest: int | None) -> None:
-        """Let this rank outlive restarts of its daemon from now on; see [Note: attaching again] in attachments.py.
+    @property
+    def reattach_seconds(self) -> float:
+        """How long this rank waits for the next daemon when its own is gone; 0: it ends with its daemon."""
+        return self._attachments.reattach_seconds
 
-        Args:
-            survival: how long to wait for the next daemon, and how many gradient bytes to keep for it.
-            layout: the store's name of the job's layout.
-            newest: step of the newest commit of the job; None: it has no commit.
-        """
-        self._attachments.survive(survival, Membership(job=self._job, layout=layout, groups=self._groups), newest)
+    def settle(self, layout: str) -> None:
+        """Note that the first values of the job's `layout`, the store's name of it, are committed."""
+        self._attachments.settle(layout)
 
     def stop_reattaching(self) -> None:
         """Treat the loss of the daemon as final from now on: calls that wait for the next daemon fail. Idempotent."""
@@ -141,23 +161,62 @@ class RankStore:
     def open_job(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
         """Attach this rank to its job, and return what is committed of the job."""
         self._job = request
-        at = self._attachments.current
-        response: pb.OpenJobResponse = at.call(at.stub.OpenJob, request)
-        return response
+
+        def act(at: Attachment) -> pb.OpenJobResponse:
+            response: pb.OpenJobResponse = at.call(at.stub.OpenJob, request)
+            stored = response.layouts[-1].layout if response.layouts else None
+            membership = Membership(job=request, layouts=(stored, request.layout))
+            self._attachments.join(at, membership, newest_of(response))
+            return response
+
+        return self._attachments.retry_over_restarts(act)
+
+    def confirm_epoch(self) -> str:
+        """Ask the daemon for any answer, and return the epoch of the daemon that gave it."""
+
+        def act(at: Attachment) -> str:
+            at.call(at.stub.ReadCounters, pb.ReadCountersRequest())
+            return at.epoch
+
+        return self._attachments.retry_over_restarts(act)
 
     def begin_layout(self, first_step: int) -> None:
         """Begin the layout that `open_job` named, without any bytes; its first commit will be step `first_step`."""
-        at = self._attachments.current
-        at.call(at.stub.BeginLayout, pb.BeginLayoutRequest(first_step=first_step))
+        begun = LayoutBegun(first_step=first_step)
+        with self._attachments.changed:
+            at = self._attachments.current
+            self._attachments.journal.layout_begun = begun
+        self._declare(at, begun)
 
     def register_shards(self, groups: Iterable[pb.ShardGroup]) -> None:
-        self._groups = list(groups)
-        at = self._attachments.current
-        at.call(at.stub.RegisterShards, pb.RegisterShardsRequest(groups=self._groups))
+        registered = Registered(groups=list(groups))
+        with self._attachments.changed:
+            at = self._attachments.current
+            self._attachments.journal.registered = registered
+        self._declare(at, registered)
+
+    def _declare(self, at: Attachment, declaration: HandOver) -> None:
+        """Hand the store a declaration that is in the journal; if the daemon is lost, the next one gets it."""
+        try:
+            declaration.make(at)
+        except StoreError as error:
+            self._attachments.outlive(at, error)
+
+    @contextmanager
+    def rolling_back(self, step: int) -> Iterator[None]:
+        """Expect, within the context, that another rank rolls the job back to the commit `step`, and then that it has.
+
+        The daemon that is restarted meanwhile may have the job as it was, or as it becomes.
+        """
+        with self._attachments.changed:
+            self._attachments.journal.returns_to = step
+        yield
+        with self._attachments.changed:
+            self._attachments.journal.acknowledged, self._attachments.journal.returns_to = step, None
 
     def roll_back(self, step: int) -> None:
-        at = self._attachments.current
-        at.call(at.stub.RollBack, pb.RollBackRequest(step=step))
+        # A job that was rolled back already stays as it is.
+        self._attachments.retry_over_restarts(lambda at: at.call(at.stub.RollBack, pb.RollBackRequest(step=step)))
 
     def keep_step(self, step: int, name: str, note: str) -> admin_pb.KeepStepResponse:
         """Have the store keep a committed step of the job under a name; it is durable when this returns.
@@ -207,7 +266,7 @@ class RankStore:
         return self._attachments.current.owns(leased)
 
     def prefetch(self, wants: Iterable[tuple[SlabName, int]]) -> None:
-        """Replace the job's prefetch window by these slabs with their positions. Does not wait.
+        """Replace the job's prefetch window by these slabs with their positions. It does not wait.
 
         The response updates `fetched`. A window that is lost with a broken connection does no harm, because the next
         call replaces it anyway.
@@ -226,6 +285,14 @@ class RankStore:
 
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
+
+    def wait_before_votes(self, wait_for_copies: Callable[[], None]) -> None:
+        """Have `commit` call `wait_for_copies` before it votes.
+
+        The function returns when the device has done all copies from and to leases of the step. Only then `commit`
+        checks that the leases were valid. Without such a function, all copies are done when the caller goes on.
+        """
+        self._wait_for_copies = wait_for_copies
 
     def read_as_of(self, step: int) -> None:
         """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
@@ -307,13 +374,13 @@ class RankStore:
     def release_quietly(self, leases: Iterable[LeasedBytes]) -> None:
         """Release leases after a failure, without publishing what was written.
 
-        Does not wait, and raises nothing, because the caller already has an error to report.
+        It does not wait, and raises nothing, because the caller already has an error to report.
         """
         at = self._attachments.current
         at.release_quietly(leased.lease_id for leased in leases if at.owns(leased))
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
-        """Release leases, after which their bytes must not be used. Does not wait; the result may be ignored.
+        """Release leases, after which their bytes must not be used. It does not wait; the result may be ignored.
 
         Leases of a daemon that is gone are skipped, because they ended with it.
 
@@ -337,23 +404,31 @@ class RankStore:
         publish(self._attachments.current, leases)
         self._recorder.moved(Link.TO_STORE, "", sum(leased.data.numel() for leased in leases), began)
 
-    def put(self, values: Sequence[Value], step: int) -> None:
-        """Hand over values as the versions of `step` of their slabs. They must not change until `step` is committed."""
+    def put(self, values: Sequence[Value], step: int, again: Callable[[], Sequence[Value]] | None = None) -> None:
+        """Hand over values as the versions of `step` of their slabs.
+
+        Args:
+            values: the values. Without `again` they are kept, and must not change, until `step` is committed.
+            step: the step that they belong to.
+            again: returns the same values if they have to be handed over again. The training thread calls it, within
+                another call of this object.
+        """
         entry, began = Put(step=step, values=values), time.monotonic()
+        noted = entry if again is None else Derived(step=step, values=again)
         with self._recorder.waiting(Cause.COMMIT, ShardGroupName.unit_of(values[0].slab.group) if values else ""):
-            self._hand_over(step, entry)
+            self._hand_over(step, entry, noted)
         nbytes = sum(value.values.numel() * value.dtype.itemsize for value in values)
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
 
-    def _hand_over(self, step: int, entry: HandOver) -> None:
-        """Note `entry` in the journal and hand it to the store; if the daemon is lost, the next one gets it."""
+    def _hand_over(self, step: int, entry: HandOver, noted: HandOver) -> None:
+        """Hand `entry` to the store and note `noted` in the journal; if the daemon is lost, the next one gets that."""
         with self._attachments.changed:
             at = self._attachments.current
-            self._attachments.journal.note(step, entry)
+            self._attachments.journal.note(step, noted)
         try:
             entry.make(at)
         except StoreError as error:
-            self._outlive(at, error, entry)
+            self._outlive(at, error, noted)
 
     def _outlive(self, at: Attachment, error: StoreError, entry: HandOver | None) -> None:
         """Call `Attachments.outlive`; if that raises, the store has refused `entry`, which leaves the journal."""
@@ -384,7 +459,7 @@ class RankStore:
             at = self._attachments.current
             entry = self._attachments.journal.note_update(step, hyper_parameters, updates)
         own = [update for update in updates if at.owns(update.gradient)]
-        # The others have leases of a daemon that was lost before the journal noted them.
+        # The gradients of the other updates are in leases of a daemon that was lost before the journal noted them.
         others = [update for update in updates if not at.owns(update.gradient)]
         began = time.monotonic()
         try:
@@ -405,7 +480,7 @@ class RankStore:
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
     ) -> Pending[bool]:
-        """Begin to hand gradients over for updates that can be withdrawn until `commit`. Does not wait.
+        """Begin to hand gradients over for updates that can be withdrawn until `commit`. It does not wait.
 
         The trainer must not write to the gradients until the updates are withdrawn or `commit` consumes their leases.
         The result is whether the current daemon has the updates. It is False after a restart: the caller then has to
@@ -452,13 +527,20 @@ class RankStore:
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
-        From now on reads see the bytes as this step leaves them.
+        The vote comes after the last copy of the step, and after a check that no lease was void until then: see
+        `wait_before_votes`. From now on reads see the bytes as this step leaves them.
 
         Args:
             step: the step to commit.
             client_state: bytes that are stored with the commit and returned when the job is opened again.
             settled_step: the newest step that all ranks are known to have committed; older ones may be deleted.
+
+        Raises:
+            SessionEndedError: the leases of the step became void before its copies were done.
+            StoreError: the store cannot be reached, or an earlier call failed that the caller did not wait for.
         """
+        self._wait_for_copies()
+        self.check_leases()
         self._attachments.retry_over_restarts(Attachment.check)
         with self._attachments.changed:
             at = self._attachments.current
@@ -474,7 +556,7 @@ class RankStore:
                 self._attachments.journal.acknowledge(step)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
-        """Request the counters of the store's tiers since the daemon's start. Does not wait.
+        """Request the counters of the store's tiers since the daemon's start. It does not wait.
 
         If the call fails, only its future has the error; later calls of this rank are not affected.
         """
@@ -482,7 +564,7 @@ class RankStore:
         return at.begin(at.stub.ReadCounters, pb.ReadCountersRequest())
 
     def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
-        """Request the spans that the store has recorded for the job since the last call. Does not wait.
+        """Request the spans that the store has recorded for the job since the last call. It does not wait.
 
         The first call begins the recording, and one with `ends` ends it. A failure is treated as in `read_counters`.
         """

@@ -1,8 +1,8 @@
 """A thread that begins gRPC calls for the other threads of the process.
 
 To begin a call costs gRPC 0.3 ms of processor time (measured), and gRPC releases Python's lock meanwhile. With a thread
-for this, the caller can copy leased bytes in that time. Owns the thread and the order in which calls begin. Must never
-wait for the end of a call.
+for this, the caller can copy leased bytes in that time. This module owns the thread and the order in which calls begin.
+It must never wait for the end of a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The session with the daemon: one bidirectional stream whose heartbeats show that this process is alive.
 
-Owns the stream and the thread that reads it. If the stream breaks, the thread resumes the session with a new stream,
-within the grace time that the daemon allows. Must never be driven by the training loop, because heartbeats have to go
-on while a step computes. This module uses grpc's synchronous API, because a trainer may run an event loop of its own.
+This module owns the stream and the thread that reads it. If the stream breaks, the thread resumes the session with a
+new stream, within the grace time that the daemon allows. The training loop must never drive the stream, because
+heartbeats have to go on while a step computes. This module uses grpc's synchronous API, because a trainer may run an
+event loop of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ _LONGEST_PAUSE_SECONDS = 0.5
 # client, so that the daemon's grace time ends later.
 _SLACK_SECONDS = 1.0
 
-_GOOD_NEWS = (pb.SessionResponse.EVENT_TIER_RECOVERED, pb.SessionResponse.EVENT_BUDGET_RELIEVED)
+# The events of which a client need not be warned.
+_ORDINARY = (
+    pb.SessionResponse.EVENT_TIER_RECOVERED,
+    pb.SessionResponse.EVENT_BUDGET_RELIEVED,
+    pb.SessionResponse.EVENT_RANK_CLOSED,
+)
+
+# A function that gets the text about another rank of this session's run that has gone, and whether it has closed its
+# session by itself.
+OnRankGone = Callable[[str, bool], None]
 
 
 class SessionState(enum.Enum):
@@ -62,7 +72,9 @@ class Session:
     Args:
         stub: makes the calls.
         client: name of this client, shown to people who operate the daemon.
+        registers_arena: whether this process may register the arena with a device while the session lasts.
         on_lost: called once, on the session's thread, if the session ends otherwise than by `close`.
+        on_rank_gone: called on the session's thread when another rank of the run has gone.
 
     Raises:
         StoreError: the daemon refuses the session or does not answer in time.
@@ -72,18 +84,22 @@ class Session:
         self,
         stub: pb_grpc.ParameterStoreStub,
         client: str,
+        *,
+        registers_arena: bool,
         on_lost: Callable[[StoreError], None] = lambda _: None,
+        on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
     ) -> None:
         self._stub = stub
         self._client = client
         self._on_lost = on_lost
+        self._on_rank_gone = on_rank_gone
         self._changed = threading.Condition()
         self._state = SessionState.OPENING
         self._failure: StoreError | None = None
         self.left_at = 0.0
         self._closing = threading.Event()
         self._welcome = pb.SessionResponse.Welcome()
-        self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client))
+        self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client, registers_arena=registers_arena))
         self._thread = threading.Thread(target=carried(self._run), name="paramserver-session", daemon=True)
         self._thread.start()
         with self._changed:
@@ -196,8 +212,12 @@ class Session:
                 self._welcome = response.welcome
                 self._enter(SessionState.ATTACHED)
             case "notice":
-                level = logging.INFO if response.notice.event in _GOOD_NEWS else logging.WARNING
-                log.log(level, "store daemon: %s", printable(response.notice.text))
+                self._on_notice(response.notice.event, printable(response.notice.text))
+
+    def _on_notice(self, event: pb.SessionResponse.Event, text: str) -> None:
+        log.log(logging.INFO if event in _ORDINARY else logging.WARNING, "store daemon: %s", text)
+        if event in (pb.SessionResponse.EVENT_RANK_GONE, pb.SessionResponse.EVENT_RANK_CLOSED):
+            self._on_rank_gone(text, event == pb.SessionResponse.EVENT_RANK_CLOSED)
 
     def _take_up(self, cause: StoreError) -> None:
         """Open streams until the daemon resumes the session on one of them, or `close` is called.
@@ -264,7 +284,10 @@ class _Stream:
         self.call: Any = stub.Session(self._requests(hello))
 
     def first_response(self, timeout_seconds: float) -> pb.SessionResponse:
-        """Wait for the first response and return it. Raises StoreError, with code CANCELLED after the time-out."""
+        """Wait for the first response and return it.
+
+        It can raise StoreError, with code CANCELLED after the time-out.
+        """
         alarm = threading.Timer(timeout_seconds, self.call.cancel)
         alarm.start()
         try:

@@ -1,7 +1,7 @@
 """Transfers of bytes between this process and the store over gRPC streams, in chunks and with flow control by credits.
 
-A transfer whose connection breaks goes on from the first missing byte. Owns the calls and the progress of a transfer.
-The caller gives the buffer; this module must never keep or touch it after the transfer has returned.
+A transfer whose connection breaks goes on from the first missing byte. This module owns the calls and the progress of a
+transfer. The caller gives the buffer; this module must never keep or touch it after the transfer has returned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Transfer(Protocol):
     def is_complete(self) -> bool: ...
 
     def attempt(self, timeout_seconds: float) -> None:
-        """Transfer the missing bytes with one call. Raises grpc.RpcError."""
+        """Transfer the missing bytes with one call. It can raise grpc.RpcError."""
 
 
 class Streams:

@@ -66,12 +66,12 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> NoReturn:
-    """Refuse the call, because there is no model parallelism. Raises NotBuiltError."""
+    """Refuse the call, because there is no model parallelism. It raises NotBuiltError."""
     refuse("groups.get_model_parallel_group()", "model parallelism is not built; check get_model_parallel_world_size()")
 
 
 def get_sequence_parallel_group() -> NoReturn:
-    """Refuse the call, because there is no sequence parallelism. Raises NotBuiltError."""
+    """Refuse the call, because there is no sequence parallelism. It raises NotBuiltError."""
     refuse("groups._get_sequence_parallel_group()", "sequence parallelism is not built; its world size is 1")
 
 

@@ -83,7 +83,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the logger's level is at most the given one. Raises ValueError if there is no such level."""
+    """Return whether the logger's level is at most the given one. Raise ValueError if there is no such level."""
     return get_current_level() <= _level(max_log_level_str)
 
 

@@ -8,7 +8,7 @@ __all__ = ["required_torch_version"]
 
 
 def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
-    """Return whether the version of torch is at least `min_version` and at most `max_version`; None: no limit.
+    """Return whether the version of torch is at least `min_version` and at most `max_version`, where given.
 
     Raises:
         ValueError: neither limit is given.

@@ -97,7 +97,8 @@ def load_state_dict_from_zero_checkpoint(
     """Load the weights of a checkpoint into a model, on the CPU, and return the model.
 
     A model that belongs to an engine is taken out of it: it is a plain model then, in the dtype that it has there, and
-    the engine can only be closed. Not a collective, but a rank that takes out a model cannot train on.
+    the engine can only be closed. The other ranks do not have to call this, but a rank that takes out a model cannot
+    train on.
 
     Args:
         model: the model; an engine stands for its model.
@@ -139,7 +140,7 @@ def _weights(model: StoredModel, *, with_frozen: bool) -> list[ModelTensor]:
 
 
 def _bytes_of(size: str | int) -> int:
-    """Return the bytes of a size. Raises ConfigError."""
+    """Return the bytes of a size. It can raise ConfigError."""
     number, unit = (size, 1) if isinstance(size, int) else (size[:-2].strip(), _UNITS.get(size[-2:].upper(), 0))
     try:
         if (found := int(number) * unit) > 0:

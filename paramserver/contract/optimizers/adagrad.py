@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from paramserver.contract.optimizers.optimizer import Optimizer, States, count, is_count, is_not_negative
+from paramserver.contract.optimizers.optimizer import Optimizer, States, Tensors, count, is_count, is_not_negative
 from paramserver.v1 import parameter_store_pb2 as pb
 
 
-def _rule(values: pb.Adagrad, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+def _rule(values: pb.Adagrad, weights: Tensors, gradients: Tensors, states: States) -> None:
     squares = states[pb.KIND_SUM]
     if values.update_count == 1:
-        squares.fill_(values.initial_accumulator_value)
+        for tensor in squares:
+            tensor.fill_(values.initial_accumulator_value)
     torch._fused_adagrad_(
-        [weight],
-        [gradient],
-        [squares],
-        [count(values.update_count, weight.device)],
+        weights,
+        gradients,
+        squares,
+        [count(values.update_count, weights[0].device)] * len(weights),
         lr=values.lr,
         lr_decay=values.lr_decay,
         weight_decay=values.weight_decay,

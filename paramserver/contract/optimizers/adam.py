@@ -10,6 +10,7 @@ from paramserver.contract.optimizers.optimizer import (
     Optimizer,
     Range,
     States,
+    Tensors,
     count,
     is_beta,
     is_count,
@@ -32,18 +33,18 @@ RANGES: Mapping[str, Range] = {
 def update(
     kernel: Callable[..., None],
     values: pb.Adam | pb.AdamW,
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
+    weights: Tensors,
+    gradients: Tensors,
     states: States,
 ) -> None:
     """Run torch's fused kernel of Adam or of AdamW."""
     kernel(
-        [weight],
-        [gradient],
-        [states[pb.KIND_EXP_AVG]],
-        [states[pb.KIND_EXP_AVG_SQ]],
+        weights,
+        gradients,
+        states[pb.KIND_EXP_AVG],
+        states[pb.KIND_EXP_AVG_SQ],
         [],
-        [count(values.update_count, weight.device)],
+        [count(values.update_count, weights[0].device)] * len(weights),
         amsgrad=False,
         maximize=False,
         beta1=values.beta1,
@@ -54,8 +55,8 @@ def update(
     )
 
 
-def _rule(values: pb.Adam, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
-    update(torch._fused_adam_, values, weight, gradient, states)
+def _rule(values: pb.Adam, weights: Tensors, gradients: Tensors, states: States) -> None:
+    update(torch._fused_adam_, values, weights, gradients, states)
 
 
 ADAM = Optimizer(name="adam", states=STATES, ranges=RANGES, rule=_rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paramserver.contract.optimizers.optimizer import Optimizer, States, is_beta, is_not_negative
+from paramserver.contract.optimizers.optimizer import Optimizer, States, Tensors, is_beta, is_not_negative
 from paramserver.v1 import parameter_store_pb2 as pb
 
 
@@ -25,16 +25,17 @@ def update(
     exp_avg.mul_(beta2).add_(gradient, alpha=1.0 - beta2)
 
 
-def _rule(values: pb.Lion, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
-    update(
-        weight,
-        gradient,
-        states[pb.KIND_EXP_AVG],
-        lr=values.lr,
-        beta1=values.beta1,
-        beta2=values.beta2,
-        weight_decay=values.weight_decay,
-    )
+def _rule(values: pb.Lion, weights: Tensors, gradients: Tensors, states: States) -> None:
+    for weight, gradient, exp_avg in zip(weights, gradients, states[pb.KIND_EXP_AVG], strict=True):
+        update(
+            weight,
+            gradient,
+            exp_avg,
+            lr=values.lr,
+            beta1=values.beta1,
+            beta2=values.beta2,
+            weight_decay=values.weight_decay,
+        )
 
 
 LION = Optimizer(

@@ -19,7 +19,8 @@ from paramserver.contract.kinds import Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 
 HyperParameters: TypeAlias = pb.ApplyGradientsRequest.HyperParameters
-States: TypeAlias = Mapping[Kind, torch.Tensor]
+Tensors: TypeAlias = list[torch.Tensor]
+States: TypeAlias = Mapping[Kind, Tensors]
 Range: TypeAlias = Callable[[float], bool]
 
 
@@ -40,8 +41,10 @@ class Optimizer:
         states: the kinds that the rule reads and writes in addition to the weight.
         ranges: for each numeric field of the message, a function that returns whether a value is valid. The ranges are
             those of the optimizer's class in torch.
-        rule: a function of (values, weight, gradient, states) that updates weight and states in place, on any device.
-            All tensors are [n] fp32. The gradient is unscaled and clipped; the rule may overwrite it.
+        rule: a function of (values, weights, gradients, states) that updates weights and states in place, on any
+            device. Its lists are parallel, and the tensors of one place in them are [n] fp32. A kernel gets them
+            in one call, because each launch on a GPU takes some microseconds. The gradients are unscaled and clipped;
+            the rule may overwrite them.
         needs_states: returns whether an update with these values uses the states at all.
         find_conflict: returns what is wrong with values that are each in their range, or None if nothing is wrong.
     """
@@ -49,7 +52,7 @@ class Optimizer:
     name: str
     states: tuple[Kind, ...]
     ranges: Mapping[str, Range]
-    rule: Callable[[Any, torch.Tensor, torch.Tensor, States], None]
+    rule: Callable[[Any, Tensors, Tensors, States], None]
     needs_states: Callable[[Any], bool] = _always
     find_conflict: Callable[[Any], str | None] = _never_wrong
 

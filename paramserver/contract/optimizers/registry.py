@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from paramserver.contract.kinds import Kind
 from paramserver.contract.optimizers.adagrad import ADAGRAD
 from paramserver.contract.optimizers.adam import ADAM
 from paramserver.contract.optimizers.adamw import ADAMW
 from paramserver.contract.optimizers.lion import LION
-from paramserver.contract.optimizers.optimizer import HyperParameters, Optimizer, States
+from paramserver.contract.optimizers.optimizer import HyperParameters, Optimizer, States, Tensors
 from paramserver.contract.optimizers.sgd import SGD
 
 _RECORDS = (
@@ -31,17 +29,17 @@ _RECORDS = (
 OPTIMIZERS: Mapping[str, Optimizer] = {record.name: record for record in _RECORDS}
 
 
-def apply(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
-    """Update weight and states in place, on any device.
+def apply(row: HyperParameters, weights: Tensors, gradients: Tensors, states: States) -> None:
+    """Update weights and states in place, on any device.
 
     Args:
         row: an optimizer and its hyper-parameters, in which `find_problem` found no problem.
-        weight: [n] fp32.
-        gradient: [n] fp32, unscaled and clipped; may be overwritten.
-        states: [n] fp32 each, at least `state_kinds(row)`.
+        weights: at least one tensor, each [n] fp32.
+        gradients: of each weight, [n] fp32, unscaled and clipped; may be overwritten.
+        states: of each weight, [n] fp32 each, at least `state_kinds(row)`.
     """
     name = row.WhichOneof("optimizer")
-    OPTIMIZERS[name].rule(getattr(row, name), weight, gradient, states)
+    OPTIMIZERS[name].rule(getattr(row, name), weights, gradients, states)
 
 
 def state_kinds(row: HyperParameters) -> tuple[Kind, ...]:
@@ -52,7 +50,7 @@ def state_kinds(row: HyperParameters) -> tuple[Kind, ...]:
 
 
 def find_problem(row: HyperParameters) -> str | None:
-    """Return what is wrong with a row, with the name of its field; None if nothing is wrong.
+    """Return a text that names the wrong field of a row and says what is wrong; None if the row is valid.
 
     The daemon checks each row that it receives, and a trainer checks its rows before it begins a step.
     """

@@ -9,15 +9,15 @@ import math
 
 import torch
 
-from paramserver.contract.optimizers.optimizer import Optimizer, States, is_count, is_not_negative
+from paramserver.contract.optimizers.optimizer import Optimizer, States, Tensors, is_count, is_not_negative
 from paramserver.v1 import parameter_store_pb2 as pb
 
 
-def _rule(values: pb.Sgd, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+def _rule(values: pb.Sgd, weights: Tensors, gradients: Tensors, states: States) -> None:
     torch._fused_sgd_(
-        [weight],
-        [gradient],
-        [states[pb.KIND_MOMENTUM_BUFFER]] if values.momentum != 0 else [],
+        weights,
+        gradients,
+        states[pb.KIND_MOMENTUM_BUFFER] if values.momentum != 0 else [],
         weight_decay=values.weight_decay,
         momentum=values.momentum,
         lr=values.lr,

@@ -61,7 +61,8 @@ def train_stored(address: str, job: str, stage: str, lowered: list[str] | None) 
     engine, *_ = trainer_client.initialize(model=build(), config=config)
     with engine:
         marked = {name: getattr(p, "comm_dtype", None) for name, p in engine.module.named_parameters()}
-        assert marked == {name: torch.bfloat16 if lowered and not name.startswith("1.") else None for name in marked}, (
+        lowers = lowered != []
+        assert marked == {name: torch.bfloat16 if lowers and not name.startswith("1.") else None for name in marked}, (
             marked
         )
         for step in range(engine.global_steps, STEPS):
@@ -76,12 +77,12 @@ def main() -> None:
     expected = {lowered: train_plain(lowered) for lowered in (None, nn.Linear)}
     assert not torch.equal(expected[None]["0.weight"], expected[nn.Linear]["0.weight"])
     for stage in STAGES:
-        for lowered, names in ((None, None), (nn.Linear, ["torch.nn.Linear"])):
+        for lowered, names in ((None, []), (nn.Linear, ["torch.nn.Linear"]), (nn.Linear, None)):
             found = train_stored(address, f"{job} {stage} {names}", stage, names)
             differs = [name for name, value in expected[lowered].items() if not torch.equal(found[name], value)]
             assert differs == [], (stage, names)
         # A job goes on with the list that its config has now, in a layout of its own.
-        again = train_stored(address, f"{job} {stage} None", stage, ["torch.nn.modules.linear.Linear"])
+        again = train_stored(address, f"{job} {stage} []", stage, ["torch.nn.modules.linear.Linear"])
         assert all(torch.equal(again[name], value) for name, value in expected[None].items()), stage
     dist.destroy_process_group()
 

@@ -97,7 +97,7 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", media="screen", features=features)
 
     def picture(self, path: Path, *, height: int | None = None) -> None:
-        """Write a PNG of the page as it looks from its top; None: all of the page."""
+        """Write a PNG of the page as it looks from its top, by default of the whole page."""
         shown = self.run("return [document.documentElement.clientWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": shown[0], "height": height or shown[1], "scale": 1}
         found = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)

@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import trainer_client
 from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, moments_of
+from trainer_client.transport.rank_store import RankStore
 
 RUN = Run(dropout=0.1)
 
@@ -39,7 +41,10 @@ class Plan:
         directory: the directory of the run's files.
         lock_file: the lock in the daemon's state directory, which contains the daemon's pid.
         addresses: the address of each rank's daemon if the ranks are on several nodes; empty: the config has it.
-        kills: the moments at which rank 0 kills the daemon: (step, name of a moment).
+        kills: the moments at which rank 0 kills the daemon: (step, name of a moment). The moments of step 0 are within
+            `initialize`, before or after a call of the store: "before put 1" is before the second `put`.
+        first_step: the step that the run begins or resumes with.
+        derives: whether the model is built without memory, so that its first values are computed from recipes.
     """
 
     directory: str
@@ -50,12 +55,19 @@ class Plan:
     prefer_streams: bool = False
     addresses: list[str] = field(default_factory=list)
     kills: list[tuple[int, str]] = field(default_factory=list)
+    first_step: int = 1
+    derives: bool = False
 
     def results_file(self, rank: int) -> Path:
         return Path(self.directory) / f"results-{rank}.pt"
 
     def progress_file(self, rank: int) -> Path:
         return Path(self.directory) / f"progress-{rank}"
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a method that calls `function` with a name before its own arguments."""
+    return lambda *args, **options: function(name, *args, **options)
 
 
 class Killer:
@@ -80,6 +92,27 @@ class Killer:
             time.sleep(pause_seconds)
             self._kill()
             time.sleep(pause_seconds)
+
+    @contextmanager
+    def watching(self, *names: str) -> Iterator[None]:
+        """Make the begin and the end of each call of these methods of a RankStore a moment of step 0."""
+        methods = {name: getattr(RankStore, name) for name in names}
+        counts = Counter[str]()
+
+        def watched(name: str, store: RankStore, *args: Any, **options: Any) -> Any:
+            number, counts[name] = counts[name], counts[name] + 1
+            self.at(0, f"before {name} {number}")
+            result = methods[name](store, *args, **options)
+            self.at(0, f"after {name} {number}")
+            return result
+
+        for name in names:
+            setattr(RankStore, name, _named(watched, name))
+        try:
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(RankStore, name, method)
 
     @contextmanager
     def within(self, step: int, moment: str) -> Iterator[None]:
@@ -123,18 +156,20 @@ class Schedule(LambdaLR):
 
 def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine, Any]:
     """Return the engine, and the block of the model whose forward and backward are moments."""
-    model = build_model(RUN)
+    with trainer_client.zero.Init(seed=5) if plan.derives else nullcontext():
+        model = build_model(RUN)
     optimizer, _ = make_optimizer(model, RUN)
     config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
     if plan.addresses:
         config["paramserver"] = config["paramserver"] | {"address": plan.addresses[rank]}
-    engine, *_ = trainer_client.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=Schedule(optimizer, killer),
-        config=config,
-        prefer_streams=plan.prefer_streams,
-    )
+    with killer.watching("confirm_epoch", "open_job", "begin_layout", "register_shards", "roll_back", "put", "commit"):
+        engine, *_ = trainer_client.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=Schedule(optimizer, killer),
+            config=config,
+            prefer_streams=plan.prefer_streams,
+        )
     return engine, model.transformer.h[1]
 
 
@@ -159,7 +194,7 @@ def run_rank(plan: Plan) -> None:
     batches = list(micro_batches(plan.steps * plan.accumulation, rank, world_size))
     losses, evaluations = [], []
     with engine, closing(killer):
-        for step in range(1, plan.steps + 1):
+        for step in range(plan.first_step, plan.steps + 1):
             here[0] = step
             for index in range(plan.accumulation):
                 batch = batches[(step - 1) * plan.accumulation + index]

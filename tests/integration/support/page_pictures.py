@@ -20,8 +20,13 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Clients, Rank
 from tests.unit.storage.builders import Layout
 
-# The pictures name a node of their own and not the machine on which they are made.
-ON_A_NODE = ("unshare", "--map-root-user", "--uts", "sh", "-c", 'hostname node7 && exec "$@"', "sh")
+# The pictures name a node and a directory of their own, and not the machine and the temporary directory on which they
+# are made: in the daemon's view of the file systems, the directory $0 is at SHOWN_AT.
+SHOWN_AT = "/mnt"
+ON_A_NODE = (
+    *("unshare", "--map-root-user", "--uts", "--mount"),
+    *("sh", "-c", f'hostname node7 && mount --bind "$0" {SHOWN_AT} && exec "$@"'),
+)
 CONFIG = {"host_budget": "96MiB", "nvme_budget": "2GiB"}
 LARGE = Layout(
     name="gpt2-medium/seed-17",
@@ -60,6 +65,19 @@ class Training:
             self._rank.commit(step)
 
 
+def daemon_on_a_node(directory: Path, metrics: str) -> Daemon:
+    """Start a daemon whose page is at `metrics`. Its state directory is `directory`/paramserver, under another name."""
+    state_dir = directory / "paramserver"
+    state_dir.mkdir()
+    # Clients find the socket under the name that it has for them.
+    config = CONFIG | {
+        "metrics_listen": metrics,
+        "state_dir": f"{SHOWN_AT}/{state_dir.name}",
+        "socket": str(state_dir / "paramserver.sock"),
+    }
+    return Daemon(state_dir, config, prefix=(*ON_A_NODE, str(directory)))
+
+
 def main() -> None:
     """Train, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paramserver-") as name:
         directory = Path(name)
         with (
-            Daemon(directory / "store", CONFIG | {"metrics_listen": address}, prefix=ON_A_NODE) as daemon,
+            daemon_on_a_node(directory, address) as daemon,
             Clients(daemon.address) as clients,
             Browser(directory) as browser,
         ):

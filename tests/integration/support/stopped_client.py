@@ -19,8 +19,8 @@ from trainer_client.transport.rank_store import RankStore, SlabName
 LATE = 0xEE
 
 
-def attach(store: RankStore, layout: Layout) -> None:
-    store.open_job(pb.OpenJobRequest(run_id="stopped", resume=pb.RESUME_POLICY_AUTO, **job_fields(layout)))
+def attach(store: RankStore, layout: Layout, run_id: str = "stopped") -> None:
+    store.open_job(pb.OpenJobRequest(run_id=run_id, resume=pb.RESUME_POLICY_AUTO, **job_fields(layout)))
     store.register_shards([group_to_wire(layout.group(name)) for name in layout.groups])
 
 

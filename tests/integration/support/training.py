@@ -49,7 +49,7 @@ class Run:
     clipping_value: float | None = None
     # The model "adapters" ignores this, because it has mixed dtypes.
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    # The dtype in which gradients are added up over ranks and over micro-batches; None: the gradients' own.
+    # The dtype in which gradients are added up over ranks and over micro-batches; None if it is the gradients' own.
     sums_dtype: Literal["fp32"] | None = None
     schedule_of_reduction: Literal["micro_batch", "boundary", "no_sync"] = "micro_batch"
     accumulation: int = 1

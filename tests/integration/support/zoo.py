@@ -228,7 +228,7 @@ class Checkpointed(Language):
     def __init__(self, *, reentrant: bool | None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(6)])
-        # The mode of recomputation; None: nothing is recomputed.
+        # The mode of recomputation; None if nothing is recomputed.
         self.reentrant = reentrant
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:

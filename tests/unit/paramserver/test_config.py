@@ -142,6 +142,16 @@ def test_metrics_that_other_machines_could_read_and_bad_addresses_are_refused(ad
     load_config(None, {"state_dir": "/d", "metrics_listen": "[::1]:0"})
 
 
+@pytest.mark.parametrize("name", ["", "node:9464", "http://node", "node/metrics", "a..b", " node"])
+def test_names_of_the_metrics_are_names_of_hosts(name: str) -> None:
+    address = {"state_dir": "/d", "metrics_listen": "127.0.0.1:9464"}
+    with pytest.raises(ConfigError, match=r"metrics_names: .* is not the name of a host"):
+        load_config(None, address | {"metrics_names": [name]})
+    with pytest.raises(ConfigError, match="metrics_names: they are names of `metrics_listen`"):
+        load_config(None, {"state_dir": "/d", "metrics_names": ["node"]})
+    assert load_config(None, address | {"metrics_names": ["node"]}).metrics_names == ("node",)
+
+
 def test_variables_go_before_the_file_and_after_flags(tmp_path: Path) -> None:
     path = written(tmp_path, 'state_dir = "/d"\nhost_budget = "1GiB"\nio_read_threads = 2\n')
     environment = {
@@ -179,6 +189,7 @@ EVERY_KEY = {
     * 2,
     "metrics_listen": ('"[::]:9464"', "[::]:9464"),
     "metrics_jobs": ("7", "7"),
+    "metrics_names": ('["node7", "a.example"]', "node7:a.example"),
     "page": ("false", "false"),
     "audit_log": ('"/d/audit"', "/d/audit"),
     "audit_log_bytes": ('"1MiB"', "1MiB"),
@@ -196,6 +207,7 @@ EVERY_KEY = {
     "admission_timeout_seconds": ("7.5", "7.5"),
     "heartbeat_timeout_seconds": ("20", "20"),
     "session_grace_seconds": ("3", "3"),
+    "late_copy_seconds": ("0", "0"),
     "max_sessions": ("500", "500"),
     "reserved_sessions": ("9", "9"),
     "max_sessions_per_identity": ("11", "11"),

@@ -387,7 +387,7 @@ async def opened(
         base = engine.host.used_bytes
         yield engine
         await quiesce(engine)
-        assert_nothing_leaked(engine, base)
+        await assert_nothing_leaked(engine, base)
     finally:
         await engine.close()
 
@@ -402,7 +402,7 @@ async def quiesce(engine: Engine) -> None:
         await asyncio.sleep(0.001)
 
 
-def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
+async def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     """Check that a slab's version or copy explains every used byte, no extents overlap, and no allocation waits."""
     jobs = [layout for name in engine.jobs for layout in engine.layouts(name)]
     jobs += [kept for name in engine.jobs_with_kept_steps for kept in engine.kept_steps(name).values()]
@@ -411,7 +411,7 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     extents = [extent for r in regions if r.tier is engine.nvme for extent in on_nvme(r).extents]
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])
-    host, *backing = accounts = engine.accounts()
+    host, *backing = accounts = await engine.accounts()
     assert all(account.is_balanced for account in accounts), accounts
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
     assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)

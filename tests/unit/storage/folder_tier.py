@@ -75,6 +75,7 @@ class FolderTier:
     async def allocate(self, nbytes: int, label: str = "scratch") -> FolderRegion:
         self.reserve(nbytes)
         self.used_bytes += round_up(nbytes)
+        self.counters.moved_bytes += round_up(nbytes)
         path = self._folder / str(next(self._numbers))
         path.write_bytes(b"")
         return FolderRegion(self, path, label, round_up(nbytes))
@@ -101,6 +102,7 @@ class FolderTier:
         region.holders -= 1
         if not region.holders:
             self.used_bytes -= region.nbytes
+            self.counters.moved_bytes += region.nbytes
             region.path.unlink()
 
     async def read_into(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from storage import slices
 from storage.accounts import Holder, TierAccount
 from storage.admission import Limit
 from storage.engine import Engine
@@ -21,8 +22,8 @@ from tests.unit.storage.builders import MIB, Layout, Training, on_nvme, opened, 
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
 
 
-def accounts(engine: Engine) -> tuple[TierAccount, TierAccount]:
-    host, nvme = engine.accounts()
+async def accounts(engine: Engine) -> tuple[TierAccount, TierAccount]:
+    host, nvme = await engine.accounts()
     assert (host.tier, nvme.tier) == (TierName.HOST, TierName.NVME)
     return host, nvme
 
@@ -35,17 +36,17 @@ def held(account: TierAccount) -> dict[Holder, int]:
 async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         fixed = engine.host.used_bytes
-        assert held(accounts(engine)[0]) == {Holder.FIXED: fixed}
+        assert held((await accounts(engine))[0]) == {Holder.FIXED: fixed}
         training = await Training(engine, Layout()).begin()
         await training.step()
         copies = engine.host.used_bytes - fixed
-        assert held(accounts(engine)[0]) == {Holder.FIXED: fixed, Holder.JOBS: copies}
+        assert held((await accounts(engine))[0]) == {Holder.FIXED: fixed, Holder.JOBS: copies}
         pin = await engine.fetch(training.job, "block.0", Kind.PARAM)
         gradient = await engine.allocate_gradient(training.job, "block.0")
-        found, _ = accounts(engine)
+        found, _ = await accounts(engine)
         assert found.held_bytes[Holder.UNDER_WAY] == pin.arena_range.nbytes + gradient.nbytes
         assert not found.is_balanced and found.unexplained_bytes == 0
-        found, _ = engine.accounts(leased=[pin.arena_range], quarantined=[gradient])
+        found, _ = await engine.accounts(leased=lambda: [pin.arena_range], quarantined=lambda: [gradient])
         assert found.held_bytes[Holder.LEASES] == pin.arena_range.nbytes
         assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
         assert found.is_balanced
@@ -62,36 +63,63 @@ async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> No
         begun = reader.nbytes
         await training.step()
         await training.step()
-        _, nvme = accounts(engine)
+        _, nvme = await accounts(engine)
         assert held(nvme) == {Holder.JOBS: version, Holder.READERS: begun}
         async with engine.nvme.new_version(5000, "scratch") as region:
-            assert accounts(engine)[1].held_bytes[Holder.UNDER_WAY] == region.nbytes == 8192
+            assert (await accounts(engine))[1].held_bytes[Holder.UNDER_WAY] == region.nbytes == 8192
             engine.nvme.free(region)
         reader.close()
         region = await engine.nvme.allocate(8192)
         engine.nvme.bad.add(Extent(region.extents[0].offset, 4096, region.extents[0].file))
         engine.nvme.free(region)
-        assert held(accounts(engine)[1]) == {Holder.JOBS: version, Holder.DAMAGED: 4096}
+        assert held((await accounts(engine))[1]) == {Holder.JOBS: version, Holder.DAMAGED: 4096}
 
 
 async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).begin()
         leaked, range_ = await engine.nvme.allocate(10_000), await engine.host.allocate(10_000)
-        assert [account.unexplained_bytes for account in accounts(engine)] == [12_288, 12_288]
+        assert [account.unexplained_bytes for account in await accounts(engine)] == [12_288, 12_288]
         engine.nvme.free(leaked)
         engine.host.free(range_)
-        assert all(account.is_balanced for account in accounts(engine))
+        assert all(account.is_balanced for account in await accounts(engine))
         slab = training.job.slab("block.0", Kind.EXP_AVG)
         # The job does not explain a copy that has no bytes and that no update or fetch is filling.
         slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
-        assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
+        assert (await accounts(engine))[0].unexplained_bytes == round_up(slab.nbytes)
         engine.host_cache.free_copy(slab)
         region = on_nvme(training.job.slab("block.0", Kind.PARAM).versions[0])
         engine.nvme.files[0].free(region.extents[0])
-        assert accounts(engine)[1].unexplained_bytes == -region.extents[0].nbytes
+        assert (await accounts(engine))[1].unexplained_bytes == -region.extents[0].nbytes
         assert engine.nvme.files[0].allocate(region.extents[0].nbytes) == region.extents
     assert leaked.holders == 0
+
+
+@pytest.mark.parametrize("home", [TierName.NVME, TierName.HOST])
+async def test_accounts_that_are_taken_in_slices_while_a_job_trains_name_no_byte_as_leaked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: TierName
+) -> None:
+    # The event loop runs other tasks after each group.
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, Layout(weights=home, moments=home)).begin()
+
+        async def work() -> None:
+            for step in range(6):
+                await training.step()
+                reader = await engine.open_reader(training.job)
+                if step % 2:
+                    await engine.keep(training.job, None, f"step {step}", note="")
+                reader.close()
+
+        working = asyncio.ensure_future(work())
+        found: list[TierAccount] = []
+        while not working.done():
+            found += await accounts(engine)
+        await working
+        assert [account for account in found if account.unexplained_bytes] == []
+        assert any(account.moved_bytes for account in found)
+        assert all(account.is_balanced and not account.moved_bytes for account in await accounts(engine))
 
 
 async def test_a_region_that_is_free_cannot_be_held_read_or_written(tmp_path: Path) -> None:
@@ -126,7 +154,7 @@ async def test_a_registration_that_is_refused_leaves_homes_and_copies_as_they_we
             await asyncio.wait([registering])
         assert [(slab.spec, slab.backed) for slab in training.job.slabs()] == before
         assert not any(slab.copy is not None and slab.copy.at_home for slab in training.job.slabs())
-        assert all(account.is_balanced for account in accounts(engine))
+        assert all(account.is_balanced for account in await accounts(engine))
         await training.step()
         await training.assert_at(2)
 
@@ -143,8 +171,8 @@ async def test_what_was_staged_or_is_to_be_put_is_freed_where_its_group_is_gone(
         await engine.delete_job("job")
         with pytest.raises((NotFoundError, ConflictError)):
             await engine.publish(pin)
-        assert all(account.is_balanced for account in accounts(engine))
-        assert engine.host.used_bytes == accounts(engine)[0].held_bytes[Holder.FIXED]
+        assert all(account.is_balanced for account in await accounts(engine))
+        assert engine.host.used_bytes == (await accounts(engine))[0].held_bytes[Holder.FIXED]
 
 
 async def test_staging_that_waited_for_room_while_its_job_was_deleted_ends(tmp_path: Path) -> None:

@@ -54,6 +54,30 @@ def test_sizes_are_exact_to_the_page_and_the_last_byte_can_be_used() -> None:
         arena.view(rest)[-1] = 7
 
 
+def test_ranges_lie_in_one_piece_unless_they_are_longer() -> None:
+    arena = Arena(16 * PAGE_BYTES, piece_bytes=4 * PAGE_BYTES)
+    try:
+        ranges = [take(arena, 3, from_top=from_top) for from_top in (False, True, False)]
+        # The first page is the header.
+        assert [range_.offset // PAGE_BYTES for range_ in ranges] == [1, 13, 4]
+        long = take(arena, 5)
+        assert long.offset // PAGE_BYTES == 7
+        assert take(arena, 1).offset // PAGE_BYTES == 12 and arena.allocate(1) is None
+    finally:
+        arena.close()
+
+
+def test_a_settled_arena_says_so_to_its_end() -> None:
+    with arena_of(1024) as arena:
+        arena.finish_collapse()
+        assert arena.settled_bytes == arena.size_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(syscalls, "collapse_pages", lambda *_: iter([(2 * MIB, 0)]))
+        arena = Arena(4 * MIB)
+        assert arena.finish_collapse() == 0 and arena.settled_bytes == 4 * MIB
+        arena.close()
+
+
 def test_a_budget_that_is_no_multiple_of_a_page_is_rounded_down() -> None:
     arena = Arena(3 * PAGE_BYTES + 17)
     try:

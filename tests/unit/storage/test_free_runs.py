@@ -27,6 +27,40 @@ def test_where_nothing_is_free_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_what_is_taken_crosses_a_barrier_only_if_it_is_longer(seed: int) -> None:
+    rng, barrier = random.Random(seed), 20
+    runs, free = FreeRuns(barrier), set(range(3, SIZE))
+    runs.add(3, SIZE)
+    taken: list[tuple[int, int]] = []
+    for _ in range(2000):
+        cut = [
+            (start, end)
+            for piece in range(0, SIZE, barrier)
+            for start, end in runs_of(free & set(range(piece, piece + barrier)))
+        ]
+        assert [runs[i] for i in range(len(runs))] == cut
+        assert runs.free_bytes == len(free)
+        length = rng.choice((1, 5, 12, barrier, barrier + 1, 50))
+        whole = [start for start, end in runs_of(free) if end - start >= length]
+        if rng.random() < 0.5:
+            if length > barrier:
+                start = runs.take_across(length)
+                assert start == (whole[0] if whole else None)
+            else:
+                run = runs.lowest_fit(length)
+                start = None if run is None else runs.cut(run, length, from_top=rng.random() < 0.5)
+                assert (start is None) == all(end - begin < length for begin, end in cut)
+                assert start is None or start // barrier == (start + length - 1) // barrier
+            if start is not None:
+                free -= set(range(start, start + length))
+                taken.append((start, start + length))
+        elif taken:
+            start, end = taken.pop(rng.randrange(len(taken)))
+            runs.add(start, end)
+            free |= set(range(start, end))
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_a_long_random_campaign_agrees_with_a_search_through_all_numbers(seed: int) -> None:
     rng = random.Random(seed)
     runs, free = FreeRuns(), set(range(SIZE))

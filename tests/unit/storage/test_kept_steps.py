@@ -51,8 +51,8 @@ async def assert_kept(engine: Engine, kept: Job, layout: Layout, idle: str | Non
         reader.close()
 
 
-def kept_alone(engine: Engine) -> int:
-    return engine.accounts()[-1].held_bytes.get(Holder.KEPT, 0)
+async def kept_alone(engine: Engine) -> int:
+    return (await engine.accounts())[-1].held_bytes.get(Holder.KEPT, 0)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -96,7 +96,7 @@ async def test_keeping_copies_nothing_and_forgetting_frees_what_nothing_else_nee
         of_one_group = sum(slab.paged_bytes for slab in training.job.group("trained").slabs)
         # The job has the bytes of step 3 and of the group that no step has changed.
         assert [sizes[name].alone_bytes for name in "123"] == [of_one_group, of_one_group, 0]
-        assert kept_alone(engine) == 2 * of_one_group
+        assert await kept_alone(engine) == 2 * of_one_group
         await engine.forget("job", "1")
         assert engine.nvme.used_bytes == used - of_one_group
     async with opened(tmp_path, **ROOMY) as engine:
@@ -111,7 +111,7 @@ async def test_keeping_copies_nothing_and_forgetting_frees_what_nothing_else_nee
         reader = await engine.open_reader(engine.kept_step("job", "2"))
         await engine.forget("job", "2")
         # The reader still holds the step that is forgotten.
-        assert reader.nbytes > 0 and kept_alone(engine) == 0
+        assert reader.nbytes > 0 and await kept_alone(engine) == 0
         reader.close()
         assert engine.nvme.used_bytes == 2 * training.version_bytes - training.version_bytes
 

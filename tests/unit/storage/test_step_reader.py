@@ -178,7 +178,7 @@ async def test_one_that_fails_or_is_cancelled_half_way_releases_what_it_held(
             try:
                 reader = await engine.open_reader(training.job)
             except DiskFullError:
-                assert all(account.is_balanced for account in engine.accounts())
+                assert all(account.is_balanced for account in await engine.accounts())
                 continue
             reader.close()
             break

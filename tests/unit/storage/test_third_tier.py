@@ -120,7 +120,7 @@ async def test_a_snapshot_copies_what_is_on_a_volatile_tier_while_training_goes_
             TierName.NVME,
         }
         await training.assert_at(5)
-        used = {account.tier: account for account in engine.accounts()}
+        used = {account.tier: account for account in await engine.accounts()}
         assert used[FOLDER].held_bytes[Holder.JOBS] == folder.used_bytes > 0
     # The bytes on the volatile tier alone are gone, so the job goes on from its last snapshot.
     async with with_folder(tmp_path) as (engine, folder):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.support.ranks import free_port
-from trainer_client import comm
+from trainer_client import comm, initialize, zero
 from trainer_client.errors import ConfigError
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE")
@@ -100,3 +100,20 @@ def test_names_that_are_missing_say_where_they_are() -> None:
         comm.all_gather_coalesced  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'al_reduce'"):
         comm.al_reduce  # noqa: B018
+
+
+def test_a_group_of_one_rank_where_a_launcher_has_started_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train the whole model on its own otherwise."""
+    comm.init_distributed()
+    comm.require_launched_group()
+    with zero.Init():
+        pass
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    with pytest.raises(ConfigError, match="WORLD_SIZE=8, but the process group of torch"):
+        zero.Init()
+    with pytest.raises(ConfigError, match=r"call init_distributed\(\) on every rank"):
+        initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+    assert [comm.contradiction(1, {"WORLD_SIZE": value}) for value in ("", "1", "many")] == [None] * 3
+    assert comm.contradiction(8, {"WORLD_SIZE": "8"}) is None

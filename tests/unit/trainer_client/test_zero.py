@@ -146,6 +146,7 @@ def test_scripts_see_whether_a_parameter_has_values() -> None:
 
     assert seen == ["NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE", "AVAILABLE"]
     assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((2, 4), 8, False)
+    assert (weight.ds_tensor.shape, weight.ds_tensor.dtype) == ((8,), weight.dtype)
     assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
 
 

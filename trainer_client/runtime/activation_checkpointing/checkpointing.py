@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.checkpointing`: activations are computed again in backward, by torch's own checkpoints.
 
-Owns the arguments of `configure`. The settings that split activations over the ranks of a model-parallel group have no
-effect, because there is no such group.
+This module owns the arguments of `configure`. The settings that split activations over the ranks of a model-parallel
+group have no effect, because there is no such group.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def reset() -> None:
 
 
 def get_cuda_rng_tracker() -> Any:
-    """Refuse the call, because random numbers are tracked for model parallelism. Raises NotBuiltError."""
+    """Refuse the call, because random numbers are tracked for model parallelism. It raises NotBuiltError."""
     refuse("checkpointing.get_cuda_rng_tracker()", "model parallelism is not built; torch restores the generators")
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> Any:
-    """Refuse the call, because it seeds ranks of a model-parallel group differently. Raises NotBuiltError."""
+    """Refuse the call, because it seeds ranks of a model-parallel group differently. It raises NotBuiltError."""
     refuse(f"checkpointing.model_parallel_cuda_manual_seed({seed})", "call torch.manual_seed")

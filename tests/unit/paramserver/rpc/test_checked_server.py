@@ -27,7 +27,8 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 # The rights of the RPCs that need neither a session (the others of ParameterStore) nor an admin (of StoreAdmin).
 OTHERWISE = dict.fromkeys(
-    ("Session", "Read", "Write", "DeleteJob", "KeepStep", "ForgetStep", "ListKeptSteps"), Right.TOKEN
+    ("Session", "Read", "Write", "DeleteJob", "KeepStep", "ForgetStep", "ListKeptSteps", "BeginCopy", "ReportReplica"),
+    Right.TOKEN,
 )
 
 

@@ -126,9 +126,6 @@ def test_what_is_not_honoured_is_refused_by_its_full_name(raw: dict[str, Any], w
 IN_USE = [
     ({"sparse_gradients": True}, "sparse=False"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "enable bf16"),
-    ({"bf16": {"bf16_master_weights_and_grads": True}}, "offload the optimizer"),
-    ({"bf16": {"bf16_optimizer_states": True}}, "offload the optimizer"),
-    ({"fp16": {"fp16_master_weights_and_grads": True}}, "offload the optimizer"),
     ({"zero_optimization": {"zero_quantized_weights": True}}, "communication_data_type"),
     ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "communication_data_type"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "communication_data_type"),
@@ -151,7 +148,6 @@ IN_USE = [
     ({"weight_quantization": {"num_bits": 4}}, "quantize the model"),
     ({"eigenvalue": {"enabled": True}}, "torch.func"),
     ({"sparse_attention": {"mode": "fixed", "block": 16}}, "flex_attention"),
-    ({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}}, "offload the optimizer"),
     ({"optimizer": {"type": "AdamW", "params": {"maximize": True}}}, "negate the loss"),
     ({"optimizer": {"type": "AdamW", "params": {"capturable": True}}}, "CUDA graphs"),
     ({"optimizer": {"type": "AdamW", "params": {"differentiable": True}}}, "remove it"),

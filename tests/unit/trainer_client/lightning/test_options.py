@@ -36,8 +36,11 @@ def test_the_whole_batch_gives_the_micro_batch() -> None:
     ("precision", "section"),
     [
         ("bf16-true", {"bf16": {"enabled": True}}),
-        ("bf16-mixed", {"torch_autocast": {"enabled": True, "dtype": "bf16"}}),
-        ("16-mixed", {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
+        (
+            "bf16-mixed",
+            {"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": []}},
+        ),
+        ("16-mixed", {"torch_autocast": {"enabled": True, "dtype": "fp16", "lower_precision_safe_modules": []}}),
     ],
 )
 def test_the_precision_of_the_trainer_becomes_a_section(precision: str, section: dict[str, Any]) -> None:

@@ -32,6 +32,20 @@ def memory() -> FlatMemory:
     return made
 
 
+def test_memory_that_is_there_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's storages on GPUs do not look whether they have the size already."""
+    flat = FlatMemory(NUMEL, torch.float32, torch.device("meta"))
+    taken: list[int] = []
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes: taken.append(nbytes))
+
+    flat.allocate()
+    flat.free()
+    flat.allocate()
+    flat.allocate()
+
+    assert taken == [0, NUMEL * 4]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_allocated_from_its_construction_until_it_is_freed(device: str) -> None:
     """On the meta device, the memory is that of a storage which is resized, as on a GPU."""

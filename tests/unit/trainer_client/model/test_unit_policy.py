@@ -140,6 +140,13 @@ def test_a_leaf_is_a_unit_in_place_of_the_units_within_it() -> None:
     ]
 
 
+def test_a_container_that_is_a_leaf_stands_for_its_modules() -> None:
+    model = Model()
+    mark_leaf(model.layers, True)
+
+    assert names(model, modules_of_classes(["Linear"])) == ["", "layers.0", "layers.1", "head"]
+
+
 def test_a_leaf_within_a_unit_changes_nothing() -> None:
     model = Model()
     mark_leaf(model.get_submodule("layers.0.mlp"), True)

@@ -68,8 +68,7 @@ def test_the_store_runs_them_and_not_their_subclasses(ours: Any, name: str) -> N
     [
         (FusedAdam, {"bias_correction": False}),
         (FusedAdam, {"amsgrad": True}),
-        (DeepSpeedCPUAdam, {"fp32_optimizer_states": False}),
-        (DeepSpeedCPULion, {"fp32_optimizer_states": False}),
+        (DeepSpeedCPUAdam, {"bias_correction": False}),
         (DeepSpeedCPUAdagrad, {"amsgrad": True}),
     ],
 )
@@ -77,6 +76,13 @@ def test_what_would_change_the_update_is_refused(ours: Any, arguments: dict[str,
     (name,) = arguments
     with pytest.raises(ConfigError, match=rf"{ours.__name__}\({name}="):
         ours([nn.Parameter(torch.zeros(2))], **arguments)
+
+
+@pytest.mark.parametrize("ours", [DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad])
+def test_states_in_bf16_are_in_fp32_here(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ours([nn.Parameter(torch.zeros(2))], fp32_optimizer_states=False)
+
+    assert f"{ours.__name__}(fp32_optimizer_states=False) has no effect" in caplog.text
 
 
 def test_what_is_not_elementwise_is_refused() -> None:

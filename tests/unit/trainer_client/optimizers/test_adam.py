@@ -37,10 +37,10 @@ def test_bias_is_corrected_as_the_config_says(kind: str, corrects: bool) -> None
     optimizer = make_optimizer(None, load_config({"optimizer": section}, {}).optimizer, None, list_parameters(model))
     torch.manual_seed(0)
     weight, gradients = torch.randn(5), [torch.randn(5) for _ in range(3)]
-    states = {state: torch.zeros(5) for state in state_kinds(optimizer.row(0, 1))}
+    states = {state: [torch.zeros(5)] for state in state_kinds(optimizer.row(0, 1))}
     updated = weight.clone()
     for count, gradient in enumerate(gradients, start=1):
-        apply(optimizer.row(0, count), updated, gradient.clone(), states)
+        apply(optimizer.row(0, count), [updated], [gradient.clone()], states)
 
     torch.testing.assert_close(updated.double(), expected(weight, gradients, corrects=corrects), rtol=1e-5, atol=1e-6)
 

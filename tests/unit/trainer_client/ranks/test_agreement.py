@@ -50,6 +50,7 @@ def test_only_these_keys_may_differ_between_ranks() -> None:
         "log_level",
         "zero_optimization.offload_param.nvme_path",
         "zero_optimization.offload_optimizer.nvme_path",
+        "paramserver.device",
         "paramserver.address",
         "paramserver.token_file",
         "paramserver.tls",

@@ -128,3 +128,51 @@ def test_a_new_rank_has_random_states_that_follow_from_another_rank_and_its_numb
     for numbers in zip(*drawn[1:], strict=True):
         assert len(set(numbers)) == 3
     restore_random_states(mine, device)
+
+
+class _GeneratorOfADevice:
+    """What torch has for a kind of device: a generator, whose numbers `draw` gives."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self._generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self._generator.set_state(state)
+
+    def draw(self) -> float:
+        return torch.rand((), generator=self._generator).item()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_generator_of_any_accelerator_goes_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = _GeneratorOfADevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: generator)
+    saved = encode(random_states(torch.device(kind, 0)))
+    first = [generator.draw() for _ in range(3)]
+
+    restore_random_states(decode(saved), torch.device(kind, 1))
+
+    assert [generator.draw() for _ in range(3)] == first
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("before", "now"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "xpu")])
+def test_a_commit_of_another_kind_of_device_leaves_the_generator_and_says_so(
+    before: str, now: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generators = {kind: _GeneratorOfADevice() for kind in ("cuda", "xpu")}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: generators[torch.device(device).type])
+    saved = encode(random_states(torch.device(before)))
+    untouched = {kind: generator.get_rng_state(torch.device(kind)) for kind, generator in generators.items()}
+
+    restore_random_states(decode(saved), torch.device(now))
+
+    (record,) = caplog.records
+    assert f"committed on {before}, and this rank computes on {now}" in record.getMessage()
+    for kind, generator in generators.items():
+        assert torch.equal(generator.get_rng_state(torch.device(kind)), untouched[kind])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import grpc
+import pytest
+
+from trainer_client.errors import StoreUnavailableError
 from trainer_client.transport.attachment import Attachment
-from trainer_client.transport.journal import Journal
+from trainer_client.transport.journal import Derived, Journal, Value
 
 
 class Entry:
@@ -25,7 +29,8 @@ def attachments(count: int) -> list[Attachment]:
 
 def opened() -> tuple[Journal, list[Entry]]:
     journal, entries = Journal(), [Entry(), Entry(), Entry()]
-    journal.open(acknowledged=4, most_bytes=0)
+    journal.open(most_bytes=0)
+    journal.acknowledged = 4
     for entry in entries[:2]:
         journal.note(5, entry)
     return journal, entries
@@ -76,3 +81,38 @@ def test_before_it_is_opened_nothing_is_kept() -> None:
     journal.replay(attachments(1)[0])
 
     assert entry.given_to == []
+
+
+def test_what_only_the_training_thread_can_make_is_given_by_it_in_order() -> None:
+    journal, (first, second, late) = opened()
+    (daemon,) = attachments(1)
+    journal.remove(second)
+    made: list[str] = []
+
+    def make() -> list[Value]:
+        made.append("derived")
+        raise StoreUnavailableError(grpc.StatusCode.UNAVAILABLE, "the daemon is gone again")
+
+    journal.note(5, Derived(step=5, values=make))
+    journal.note(5, late)
+    assert not journal.replay(daemon)
+    assert (first.given_to, late.given_to, made) == ([daemon], [], [])
+    with pytest.raises(StoreUnavailableError):
+        journal.replay(daemon, derives=True)
+    assert (first.given_to, late.given_to, made) == ([daemon], [], ["derived"])
+
+
+def test_declarations_are_given_first_and_once_to_each_daemon() -> None:
+    journal, (first, *_) = opened()
+    one, other = attachments(2)
+    registered, begun = Entry(), Entry()
+    journal.registered, journal.layout_begun = cast(Any, registered), cast(Any, begun)
+    for daemon in (one, one, other):
+        assert journal.replay(daemon)
+    journal.acknowledge(5)
+    (third,) = attachments(1)
+    journal.replay(third)
+
+    # The layout has its first commit then.
+    assert begun.given_to == first.given_to == [one, other]
+    assert registered.given_to == [one, other, third]

@@ -1,0 +1,122 @@
+"""An arena whose leases are private memory, so that a copy which comes too late does harm that a test can see.
+
+With the real arena, a lease that is returned too early goes unnoticed: its bytes stay what they are until the daemon
+grants the range to another client, which is long after the late copy. Here
+
+- a read lease is a private copy of the bytes, which becomes NaN when the lease is released;
+- a write lease is private memory full of NaN, whose bytes reach the arena when the trainer hands them to the store.
+
+The private memory is registered with the device, so its copies are asynchronous. The plane declares to the device what
+the host does with it, so a copy that no wait orders is reported as a race, too, even if it was fast.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from tests.device import lag
+from trainer_client.transport import attachment
+from trainer_client.transport.arena import Arena
+from trainer_client.transport.attachment import Attachment
+from trainer_client.transport.planes import ArenaPlane, LeasedBytes
+
+NAN_BYTE = 0xFF
+
+
+class _PrivateMemory:
+    """Registered memory, full of NaN, until `close`; a task that is late finds it there after the lease has gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        self.data.fill_(NAN_BYTE)
+        assert lag.register_host(self.data.data_ptr(), max(nbytes, 1)) == 0
+
+    def close(self) -> None:
+        assert lag.unregister_host(self.data.data_ptr()) == 0
+
+
+class GuardedPlane(ArenaPlane):
+    """The plane of one session; it has the private memory of all its leases."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self._memories: list[_PrivateMemory] = []
+        self._read: dict[int, torch.Tensor] = {}
+        self._written: dict[int, torch.Tensor] = {}
+
+    def open_read(self, lease: pb.Lease) -> LeasedBytes:
+        leased = super().open_read(lease)
+        private = self._private(leased)
+        private.data.copy_(leased.data)
+        self._read[leased.lease_id] = private.data
+        return private
+
+    def open_write(self, lease: pb.Lease) -> LeasedBytes:
+        leased = super().open_read(lease)
+        self._written[leased.lease_id] = leased.data
+        return self._private(leased)
+
+    def flush(self, leased: LeasedBytes) -> None:
+        lag.host_access(leased.data, "hand-over of a lease", writes=False)
+        self._written[leased.lease_id].copy_(leased.data)
+
+    def end_leases(self, lease_ids: Iterable[int]) -> None:
+        """Make the bytes of read leases NaN; the ids of others are ignored."""
+        for lease_id in lease_ids:
+            if (data := self._read.pop(lease_id, None)) is not None:
+                lag.host_access(data, "release of a lease", writes=True)
+                data.fill_(NAN_BYTE)
+
+    def close(self) -> None:
+        """Unregister the private memory."""
+        for memory in self._memories:
+            memory.close()
+
+    def _private(self, leased: LeasedBytes) -> LeasedBytes:
+        memory = _PrivateMemory(leased.data.numel())
+        self._memories.append(memory)
+        return replace(leased, data=memory.data, source=None)
+
+
+@contextmanager
+def guarded_arena() -> Iterator[None]:
+    """Give the sessions that are opened meanwhile guarded leases."""
+    planes: list[GuardedPlane] = []
+
+    def make(arena: Arena) -> GuardedPlane:
+        planes.append(GuardedPlane(arena))
+        return planes[-1]
+
+    release, release_quietly = Attachment.release, Attachment.release_quietly
+
+    def ending(self: Attachment, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> Any:
+        _plane_of(self).end_leases(asked.lease_id for asked in releases)
+        return release(self, releases)
+
+    def ending_quietly(self: Attachment, lease_ids: Iterable[int]) -> None:
+        ids = list(lease_ids)
+        _plane_of(self).end_leases(ids)
+        release_quietly(self, ids)
+
+    with (
+        patch.object(attachment, "ArenaPlane", make),
+        patch.object(Attachment, "release", ending),
+        patch.object(Attachment, "release_quietly", ending_quietly),
+    ):
+        yield
+    lag.synchronize()
+    for plane in planes:
+        plane.close()
+
+
+def _plane_of(session: Attachment) -> GuardedPlane:
+    assert isinstance(session.plane, GuardedPlane)
+    return session.plane

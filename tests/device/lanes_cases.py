@@ -1,0 +1,156 @@
+"""A small program that uses every method of DeviceLanes as a training step does, and the ways to break it.
+
+`MUTANTS` is the table of the waits, events and references that make lanes right. Each mutant leaves one of them out.
+tests/device/test_lanes.py runs some of them, `make mutants` all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.device import lag
+from trainer_client.lanes import device_lanes
+from trainer_client.lanes.device_lanes import CopyOut, DeviceLanes, Slot
+
+DEVICE = torch.device("lag", 0)
+NUMEL = 1 << 12
+UNITS = 5
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing; in place of a method that a mutant lacks."""
+
+
+def _act_at_once(_: DeviceLanes, act: Callable[[], None]) -> None:
+    act()
+
+
+def _pay_without_waiting(lanes: DeviceLanes) -> None:
+    lanes._after_in.popleft().act()
+
+
+def _keep_nothing(
+    copy: CopyOut, lanes: DeviceLanes, event: torch.Event, used: tuple[torch.Tensor, ...], act: Any
+) -> None:
+    _INIT(copy, lanes, event, (), act)
+
+
+def _end_without_waiting(copy: CopyOut) -> None:
+    copy._lanes.remove(copy)
+    act, copy._act = copy._act, None
+    if act is not None:
+        act()
+
+
+_INIT = CopyOut.__init__
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One method of lanes, and what takes its place."""
+
+    owner: type
+    name: str
+    replacement: Any
+
+
+MUTANTS = {
+    "the in-lane does not wait until a slot is read": Mutant(Slot, "wait_until_drained", _nothing),
+    "nobody notes when a slot is read": Mutant(Slot, "note_drained", _nothing),
+    "nobody waits until a slot is filled": Mutant(DeviceLanes, "_wait_until_filled", _nothing),
+    "compute does not wait for a gather": Mutant(DeviceLanes, "_wait_until_gathered", _nothing),
+    "comm does not wait for compute": Mutant(DeviceLanes, "_wait_until_given", _nothing),
+    "compute does not wait for a reduction": Mutant(DeviceLanes, "rejoin", _nothing),
+    "comm's tensors are not kept": Mutant(DeviceLanes, "_keep_until", _nothing),
+    "the out-lane does not wait for the values": Mutant(DeviceLanes, "_wait_until_ready", _nothing),
+    "values are not kept until they are copied": Mutant(CopyOut, "__init__", _keep_nothing),
+    "nobody waits for a copy out": Mutant(CopyOut, "end", _end_without_waiting),
+    "leases are released at once": Mutant(DeviceLanes, "after_copies_in", _act_at_once),
+    "leases are released without waiting": Mutant(DeviceLanes, "_pay", _pay_without_waiting),
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Leave something out of lanes within the context."""
+    mutant = MUTANTS[name]
+    former = vars(mutant.owner)[mutant.name]
+    setattr(mutant.owner, mutant.name, mutant.replacement)
+    try:
+        yield
+    finally:
+        setattr(mutant.owner, mutant.name, former)
+
+
+def run() -> list[float]:
+    """Do what a step of two ranks does, with numbers that tell which bytes were read; return the results.
+
+    The context of `gathering` has arithmetic in place of a collective. A source is overwritten as soon as the lanes say
+    that it may be, and a tensor of the device is freed as soon as the program does not need it.
+    """
+    lanes = device_lanes.DeviceLanes(DEVICE)
+    sources = [torch.full((NUMEL,), float(unit + 1)).pin_memory() for unit in range(2 * UNITS)]
+    homes = [lanes.host_buffer(NUMEL, torch.float32) for _ in range(UNITS)]
+    partition = torch.full((NUMEL,), 0.25, device=DEVICE)
+    results: list[float] = []
+    for unit in range(UNITS):
+        flat = torch.empty(NUMEL, device=DEVICE)
+        lanes.copy_in(flat, sources[2 * unit].view(torch.uint8))
+        whole = torch.empty(2 * NUMEL, device=DEVICE)
+        with lanes.gathering(whole, NUMEL, 2 * NUMEL, sources[2 * unit + 1].view(torch.uint8)) as (gathered, own):
+            gathered[:NUMEL] = own * 2
+        kept = torch.empty(2 * NUMEL, device=DEVICE)
+        partition = partition * 2
+        with lanes.gathering(kept, 0, NUMEL, partition) as (gathered, own):
+            gathered[:NUMEL], gathered[NUMEL:] = own, own * 2
+
+        def overwrite(unit: int = unit) -> None:
+            for source in sources[2 * unit : 2 * unit + 2]:
+                lag.host_access(source, "the next owner of the lease", writes=True)
+                source.fill_(torch.nan)
+
+        lanes.after_copies_in(overwrite)
+        lanes.poll()
+        own_gradient = flat * 3
+        own_home = lanes.host_buffer(NUMEL, torch.float32)
+        lanes.copy_out([(own_home, own_gradient)], partial(_note_mean, results, own_home))
+        del own_gradient
+        gradient = flat + whole[:NUMEL] + whole[NUMEL:] + kept[:NUMEL] + kept[NUMEL:]
+        reduced = torch.empty(NUMEL, device=DEVICE)
+        with lanes.communicating(gradient, reduced):
+            reduced.copy_(gradient * 0.5)
+            del gradient
+            lanes.copy_out([(homes[unit], reduced)], partial(_note_mean, results, homes[unit]))
+        if unit == UNITS - 1:
+            lanes.rejoin()
+            results.append(float(reduced.mean()))
+        del flat, whole, kept, reduced
+        # Freed blocks are given to these, if they are free.
+        overwritten = [torch.full((NUMEL,), -1.0, device=DEVICE) for _ in range(3)]
+        del overwritten
+    lanes.finish()
+    lanes.close()
+    return sorted(results)
+
+
+def _note_mean(results: list[float], home: torch.Tensor) -> None:
+    lag.host_access(home, "the store", writes=False)
+    results.append(float(home.mean()))
+
+
+def expected() -> list[float]:
+    """Return the results of `run` by the same arithmetic on the CPU."""
+    results: list[float] = []
+    kept = 0.25
+    for unit in range(UNITS):
+        kept *= 2
+        results.append(3.0 * (2 * unit + 1))
+        results.append(((2 * unit + 1) + 3 * (2 * unit + 2) + 3 * kept) * 0.5)
+    # The last reduced gradient is also read on the device.
+    return sorted([*results, results[-1]])

@@ -1,0 +1,45 @@
+"""Lanes on the simulated device: right values under every schedule of lag, no races, and each wait is needed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.device import lag, lanes_cases
+from tests.device.lanes_cases import DEVICE, MUTANTS, mutated
+from trainer_client.lanes.device_lanes import DeviceLanes
+
+
+@pytest.mark.parametrize("schedule", lag.SCHEDULES)
+def test_values_are_right_whatever_is_late(schedule: str) -> None:
+    lag.SCHEDULES[schedule].use()
+    assert lanes_cases.run() == lanes_cases.expected()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_wait_and_each_reference_is_needed(mutant: str) -> None:
+    lag.SCHEDULES["all late"].use()
+    with mutated(mutant):
+        results = lanes_cases.run()
+    wrong, races = results != lanes_cases.expected(), lag.races()
+    lag.clear_races()
+    assert wrong or races
+
+
+def test_a_stopwatch_reports_when_the_device_is_done() -> None:
+    lanes, reports = DeviceLanes(DEVICE), list[tuple[float, float]]()
+    lanes.stopwatch().stop(lambda *_: None)
+    lag.set_lag(300)
+    began = time.monotonic()
+    stopwatch = lanes.stopwatch()
+    torch.ones(4, device=DEVICE).mul_(2)
+    stopwatch.stop(lambda begin, end: reports.append((begin, end)))
+    lanes.poll()
+    assert reports == []
+    lag.synchronize()
+    lanes.poll()
+    ((begin, end),) = reports
+    assert begin <= end
+    assert end > began - 1

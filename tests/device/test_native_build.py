@@ -1,0 +1,57 @@
+"""The device's library is compiled once for a torch, an interpreter and the sources; its absence is no silent skip."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import native_build
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_library_is_kept_under_a_key_of_torch_and_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = native_build.library()
+    assert kept.exists()
+    assert "torch-" in kept.parent.name
+    changed = tmp_path / "native"
+    changed.mkdir()
+    for source in native_build.SOURCES.iterdir():
+        (changed / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(native_build, "SOURCES", changed)
+    assert native_build.library() == kept
+    (changed / "device.cpp").write_text("this does not compile\n")
+    monkeypatch.setattr(native_build, "KEPT", tmp_path / "kept")
+    with pytest.raises(RuntimeError, match="error:"):
+        native_build.library()
+    assert [path.name for path in (tmp_path / "kept").glob("*/*")] == ["lock"]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(native_build.NoCompilerError, match=r"no `g\+\+` on the PATH"):
+        native_build.library()
+
+
+@pytest.mark.parametrize(("required", "code", "says"), [("", 0, "1 skipped"), ("1", 1, "1 failed")])
+def test_without_a_compiler_the_tests_are_skipped_or_fail_if_they_are_required(
+    tmp_path: Path, required: str, code: int, says: str
+) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARAMSERVER_"))}
+    program = (
+        "import sys, pathlib, pytest; from tests.device import native_build; "
+        f"native_build.KEPT = pathlib.Path({str(tmp_path)!r}); "
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/device/test_random.py']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=variables | {"PATH": "", "PARAMSERVER_REQUIRE_DEVICE": required},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert says in done.stdout
+    assert "no `g++` on the PATH" in done.stdout

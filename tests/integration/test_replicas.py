@@ -1,0 +1,384 @@
+"""A job with replicas: a node that is lost loses no job, a holder that is lost stops no training, and both are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import trainer_client
+from paramserver.admin.cli import app
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.model_runs import config_of
+from tests.integration.support.ranks import Launch
+from tests.integration.support.training import Run, assert_bit_equal, launch
+from tests.integration.support.waiting import wait_until
+from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
+from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.transport.credentials import NO_CREDENTIALS
+
+DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
+# The follower's process takes some seconds to start, in which the trainer makes many of these.
+STEPS = 150
+KILLS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The daemons of two nodes; the second one holds the replicas of the first one's jobs."""
+
+    own: Daemon
+    holder: Daemon
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as daemons:
+        yield Nodes(*(daemons.enter_context(Daemon(tmp_path / name / "state", DAEMON)) for name in ("own", "holder")))
+
+
+@pytest.fixture(autouse=True)
+def directories(tmp_path: Path) -> None:
+    for name in ("own", "holder"):
+        (tmp_path / name).mkdir()
+
+
+def replicated(nodes: Nodes, **section: Any) -> dict[str, Any]:
+    """Return the section `paramserver` of a job of the first node, whose config names both daemons."""
+    replica = {"addresses": [nodes.own.address, nodes.holder.address]} | section.pop("replica", {})
+    return {"replicas": 1, "replica": replica, **section}
+
+
+def job_info(daemon: Daemon, job: str) -> admin_pb.JobInfo | None:
+    try:
+        with admin_of(daemon.address) as store:
+            listed = store.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs
+    except grpc.RpcError:
+        return None
+    return next((one for one in listed if one.name == job), None)
+
+
+def step_of(daemon: Daemon, job: str) -> int:
+    """Return the newest committed step of a job at a daemon; -1: none."""
+    found = job_info(daemon, job)
+    return found.committed_step if found is not None and found.HasField("committed_step") else -1
+
+
+def replica_of(daemon: Daemon, job: str) -> admin_pb.JobInfo.Replica:
+    """Return what the daemon of a job knows of its replica."""
+    found = job_info(daemon, job)
+    return found.replicas[0] if found is not None and found.replicas else admin_pb.JobInfo.Replica()
+
+
+def follower_of(daemon: Daemon) -> int:
+    """Return the process of the follower that has sessions at a daemon."""
+    with admin_of(daemon.address) as store:
+        clients = [one.client for one in store.ListSessions(admin_pb.ListSessionsRequest(), timeout=10).sessions]
+    return next(int(found[1]) for client in clients if (found := re.match(r"follower at .*, process (\d+)", client)))
+
+
+# --- the node of the job is lost
+
+
+@pytest.mark.parametrize(("durability", "steps"), [("step", STEPS), ("replicated", 20)])
+def test_a_job_whose_node_is_lost_goes_on_from_the_replica_with_the_bits_of_an_uninterrupted_run(
+    nodes: Nodes, tmp_path: Path, job: str, durability: str, steps: int
+) -> None:
+    def run(address: str, job: str, **section: Any) -> Run:
+        config = config_of(address, job, "nvme", **section)
+        return Run(steps=steps, clipping=0.5, schedule=True, with_masters=True, config=config)
+
+    section = replicated(nodes, durability=durability)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([asdict(run(nodes.own.address, job, **section))]))
+    module = "tests.integration.support.training"
+    with Launch(module, 2, (plan, tmp_path / "lost.pt"), tmp_path) as lost:
+        wait_until(lambda: step_of(nodes.holder, job) >= 3 or not lost.is_whole, seconds=120)
+        assert lost.is_whole, lost.output()
+        follower = follower_of(nodes.holder)
+        nodes.own.kill()
+        for rank in lost.ranks:
+            rank.kill()
+        os.kill(follower, signal.SIGKILL)
+    if durability == "replicated":
+        with Daemon(nodes.own.state_dir, DAEMON) as looked_at:
+            committed = step_of(looked_at, job)
+    shutil.rmtree(nodes.own.state_dir)
+    held = step_of(nodes.holder, job)
+    assert held >= 3
+    if durability == "replicated":
+        # The last commit of the lost daemon was not confirmed to the trainer if the holder lacks it.
+        assert committed - held in (0, 1)
+
+    # The config still names the daemon of the lost node.
+    section = replicated(nodes, durability="step")
+    wait_until(lambda: not has_sessions(nodes.holder), seconds=60)
+    resumed, whole = launch(
+        [run(nodes.holder.address, job, resume="must", **section), run(nodes.holder.address, f"{job}-whole")],
+        2,
+        tmp_path,
+    )
+
+    assert resumed.resumed_step == held
+    assert_bit_equal(resumed, replace(whole, losses=whole.losses[held:], norms=whole.norms[held:]))
+
+
+def has_sessions(daemon: Daemon) -> bool:
+    with admin_of(daemon.address) as store:
+        return bool(store.ListSessions(admin_pb.ListSessionsRequest(), timeout=10).sessions)
+
+
+def test_a_follower_outlives_its_trainer_and_finishes_the_newest_step(nodes: Nodes, tmp_path: Path, job: str) -> None:
+    """The follower itself is killed before, and the trainer starts the next one."""
+    config = config_of(nodes.own.address, job, "nvme", **replicated(nodes))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([asdict(Run(steps=10 * STEPS, config=config))]))
+    with Launch("tests.integration.support.training", 1, (plan, tmp_path / "lost.pt"), tmp_path) as lost:
+        wait_until(lambda: step_of(nodes.holder, job) >= 1, seconds=120)
+        first = follower_of(nodes.holder)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: has_follower(nodes.holder, apart_from=first), seconds=120)
+        assert lost.is_whole, lost.output()
+        lost.ranks[0].kill()
+        lost.ranks[0].wait()
+        committed = step_of(nodes.own, job)
+        wait_until(lambda: not has_sessions(nodes.holder) and not has_sessions(nodes.own), seconds=60)
+    assert step_of(nodes.own, job) == step_of(nodes.holder, job) >= committed
+
+
+def has_follower(daemon: Daemon, *, apart_from: int) -> bool:
+    try:
+        return follower_of(daemon) != apart_from
+    except StopIteration:
+        return False
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.width = width
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return hidden
+
+
+@contextmanager
+def started(address: str, job: str, width: int = 64, **section: Any) -> Iterator[Engine]:
+    config = config_of(address, job, "nvme", **section) | {"optimizer": {"type": "AdamW"}}
+    engine, *_ = trainer_client.initialize(model=Model(width), config=config)
+    try:
+        yield engine
+    finally:
+        engine.close_without_commit()
+
+
+def train(engine: Engine, steps: Sequence[int]) -> None:
+    module = engine.module
+    assert isinstance(module, Model)
+    for step in steps:
+        inputs = torch.randn(2, module.width, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+
+
+def test_a_replaced_node_begins_with_the_replica_and_an_unchanged_config(
+    nodes: Nodes, tmp_path: Path, job: str
+) -> None:
+    section = replicated(nodes)
+    with started(nodes.own.address, job, **section) as engine:
+        train(engine, range(1, 6))
+        weights = engine.full_state_dict()
+    assert step_of(nodes.holder, job) == 5
+    nodes.own.kill()
+    shutil.rmtree(nodes.own.state_dir)
+
+    with Daemon(nodes.own.state_dir, DAEMON) as replaced, started(replaced.address, job, **section) as engine:
+        assert engine.resumed_step == 5
+        assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
+        train(engine, range(6, 8))
+        engine.wait_for_commit()
+        # The new layout has a commit of its own.
+        wait_until(lambda: step_of(nodes.holder, job) == 8)
+
+
+def test_an_empty_store_does_not_begin_anew_while_the_replica_cannot_be_asked(nodes: Nodes, job: str) -> None:
+    nodes.holder.kill()
+    with (
+        pytest.raises(JobConflictError, match=str(nodes.holder.socket)),
+        started(nodes.own.address, job, **replicated(nodes)),
+    ):
+        pass
+
+
+# --- what a commit waits for
+
+
+def test_with_durability_replicated_a_commit_is_made_when_the_holder_has_it(nodes: Nodes, job: str) -> None:
+    section = replicated(nodes, durability="replicated", replica={"timeout_seconds": 15.0})
+    with started(nodes.own.address, job, **section) as engine:
+        for step in range(1, 5):
+            train(engine, [step])
+            engine.wait_for_commit()
+            assert step_of(nodes.holder, job) == step
+        wait_until(lambda: replica_of(nodes.own, job).step == 4)
+        replica = replica_of(nodes.own, job)
+        # The frozen layer goes there once, with step 0, and the moments from step 1 on.
+        frozen, *trained = (sum(p.numel() for p in layer.parameters()) for layer in Model().layers)
+        assert replica.sent_bytes == 4 * (frozen + sum(trained)) + 4 * (3 * 4 * sum(trained))
+        nodes.holder.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailableError, match=r"step 5 is committed, but after 15 s the daemon at"):
+                train(engine, [5, 6])
+        finally:
+            nodes.holder.process.send_signal(signal.SIGCONT)
+    assert step_of(nodes.own, job) == 5
+
+
+def test_too_few_other_daemons_are_an_error_that_says_what_to_write(nodes: Nodes, job: str) -> None:
+    own: dict[str, Any] = {"replicas": 1, "replica": {"addresses": [nodes.own.address]}}
+    with (
+        pytest.raises(ConfigError, match="names 0 daemons besides the job's own"),
+        started(nodes.own.address, job, **own),
+    ):
+        pass
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"replicas": 1}, r"replica\.addresses"),
+        ({"durability": "replicated"}, "replicas to 1"),
+    )
+    for section, message in wrong:
+        with pytest.raises(ConfigError, match=message), started(nodes.own.address, job, **section):
+            pass
+
+
+# --- the holder is lost, full or slow
+
+
+def test_training_goes_on_without_the_holder_and_the_follower_catches_up(nodes: Nodes, job: str) -> None:
+    with started(nodes.own.address, job, **replicated(nodes)) as engine:
+        train(engine, range(1, 3))
+        wait_until(lambda: step_of(nodes.holder, job) == 2)
+        wait_until(lambda: replica_of(nodes.own, job).step == 2)
+        assert replica_of(nodes.own, job).lag_seconds == 0
+
+        nodes.holder.kill()
+        train(engine, range(3, 7))
+        engine.wait_for_commit()
+        wait_until(lambda: bool(replica_of(nodes.own, job).problem))
+        behind = replica_of(nodes.own, job)
+        assert (behind.step, behind.lag_steps) == (2, 4)
+        time.sleep(0.1)
+        assert replica_of(nodes.own, job).lag_seconds >= behind.lag_seconds + 0.1
+        shown = CliRunner().invoke(app, ["jobs", "--address", nodes.own.address], env={"COLUMNS": "300"}).output
+        assert "2, 4 behind for" in shown and f"replica of {job}" in shown
+
+        with Daemon(nodes.holder.state_dir, DAEMON) as again:
+            wait_until(lambda: step_of(again, job) == 6, seconds=60)
+            wait_until(lambda: not replica_of(nodes.own, job).lag_steps)
+            assert not replica_of(nodes.own, job).problem
+            with admin_of(nodes.own.address) as store:
+                events = store.ListEvents(admin_pb.ListEventsRequest(kinds=["job"]), timeout=10).events
+            texts = [event.text for event in events if event.subject == job]
+            assert any("gets no steps: " in text for text in texts)
+            assert any("gets steps again, and has step 6" in text for text in texts), texts
+
+
+def test_a_holder_that_stands_still_costs_steps_of_the_replica_only(nodes: Nodes, job: str) -> None:
+    with started(nodes.own.address, job, **replicated(nodes)) as engine:
+        train(engine, [1])
+        wait_until(lambda: replica_of(nodes.own, job).step == 1)
+        nodes.holder.process.send_signal(signal.SIGSTOP)
+        try:
+            train(engine, range(2, 20))
+            engine.wait_for_commit()
+            assert replica_of(nodes.own, job).lag_steps == 18
+            with admin_of(nodes.own.address) as store:
+                held = store.ListSteps(admin_pb.ListStepsRequest(job=job), timeout=10).steps
+            # The newest step, and the one that the follower reads.
+            assert len(held) <= 2
+        finally:
+            nodes.holder.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: step_of(nodes.holder, job) == 19, seconds=60)
+
+
+def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:
+    with Daemon(tmp_path / "full", DAEMON | {"nvme_budget": "1MiB"}) as full:
+        section = {"replicas": 1, "replica": {"addresses": [full.address], "timeout_seconds": 1.0}}
+        with started(nodes.own.address, job, width=256, **section) as engine:
+            train(engine, range(1, 4))
+            engine.wait_for_commit()
+            wait_until(lambda: "nvme_budget" in replica_of(nodes.own, job).problem)
+        assert step_of(full, job) == -1
+
+
+# --- the daemon of the job is killed at any moment of a copy
+
+
+def has_caught_up(own: Daemon, holder: Daemon, job: str) -> bool:
+    return step_of(holder, job) == step_of(own, job)
+
+
+@contextmanager
+def following(order: FollowerOrder) -> Iterator[None]:
+    follower = Follower(order, lambda _: None)
+    thread = threading.Thread(target=follower.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        follower.finish()
+        thread.join()
+
+
+def test_a_replica_is_a_whole_step_whenever_the_daemon_that_it_is_of_is_killed(nodes: Nodes, job: str) -> None:
+    """Each step writes its number into all tensors but one, so a mixture of two steps would be seen."""
+    rng = random.Random(7)
+    tensors = {f"layer.{number}": torch.zeros(64, 1024) for number in range(12)} | {"frozen": torch.zeros(512)}
+    order = FollowerOrder(
+        job=job,
+        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
+        finish_seconds=20.0,
+    )
+    seen: list[int] = []
+    with ExitStack() as daemons, following(order):
+        own = nodes.own
+        for _ in range(KILLS):
+            kill_at = time.monotonic() + rng.uniform(0.1, 0.8)
+            with StoreClientSync.connect(own.address) as client, client.open(job, tensors) as writer:
+                while time.monotonic() < kill_at:
+                    step = 0 if writer.step is None else writer.step + 1
+                    changed = tensors if step == 0 else {name: t for name, t in tensors.items() if name != "frozen"}
+                    writer.put({name: torch.full_like(value, step) for name, value in changed.items()})
+                    writer.commit()
+                own.kill()
+            if step_of(nodes.holder, job) >= 0:
+                with StoreClientSync.connect(nodes.holder.address) as client, client.read(job) as reader:
+                    seen.append(reader.step)
+                    found = {name: reader.get(name).unique().tolist() for name in tensors}
+                assert found == {name: [0.0 if name == "frozen" else float(seen[-1])] for name in tensors}
+            own = daemons.enter_context(Daemon(own.state_dir, DAEMON))
+            wait_until(partial(has_caught_up, own, nodes.holder, job), seconds=60)
+    assert seen == sorted(seen) and len(set(seen)) > KILLS // 2, seen

@@ -1,0 +1,77 @@
+"""The watch of a rank hears which other rank has given up, and that the ranks' key-value store is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trainer_client.ranks.watch import Watch
+
+# A watch writes and looks four times in this time.
+TIMEOUT_SECONDS = 0.2
+
+
+class Shared:
+    """A key-value store in this process, which can be lost."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.is_lost = False
+
+    def set(self, key: str, value: str) -> None:
+        self._require()
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._require()
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._require()
+        return all(key in self.values for key in keys)
+
+    def _require(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("the connection was closed by its peer")
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_rank_that_waits_hears_that_another_one_has_given_up() -> None:
+    store = Shared()
+    waiting, failing = (Watch(store, rank, 2, TIMEOUT_SECONDS) for rank in range(2))
+    try:
+        with waiting.within("the gather of blocks.0"):
+            with failing.within("a step"):
+                pass
+            assert within(10, lambda: "rank 1" in waiting.places() and "in none, after a step" in waiting.places())
+            assert waiting.given_up is None
+
+            failing.abandon("engine.backward()", "OutOfMemoryError: no memory")
+
+            assert within(10, lambda: waiting.given_up is not None)
+            assert waiting.given_up == (
+                "rank 1 is in engine.backward(), which it gave up (OutOfMemoryError: no memory) (its collective 2)"
+            )
+            assert "rank 1 was in engine.backward(), which it gave up" in waiting.places()
+    finally:
+        waiting.close()
+        failing.close()
+
+
+def test_a_rank_that_waits_hears_that_the_store_of_the_ranks_is_gone() -> None:
+    store = Shared()
+    watch = Watch(store, 0, 2, TIMEOUT_SECONDS)
+    try:
+        store.is_lost = True
+        assert watch.given_up is None
+        with watch.within("the gather of blocks.0"):
+            assert within(10, lambda: watch.given_up is not None)
+        assert "key-value store has gone" in (watch.given_up or "")
+    finally:
+        watch.close()

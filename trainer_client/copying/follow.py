@@ -1,0 +1,289 @@
+"""The follower: a process that keeps a replica of a job, by copying its newest committed step to another daemon.
+
+A rank of the trainer starts it, and tells it by its standard input where the two daemons are: `FollowerOrder` as one
+line of JSON. The follower tells on its standard output how far it is, a line of JSON each time. It is a process of its
+own, so that it takes no time from the training loop's interpreter, and so that it outlives a trainer that is killed:
+when its standard input ends, it finishes the newest committed step and ends.
+
+A follower that is slower than the commits skips to the newest one, so it never keeps more than one step from being
+freed. This module owns the two connections, and the run that puts. It must never change the job that it copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.copying.put_step import PutRun
+from trainer_client.copying.stored_step import StoredStep
+from trainer_client.errors import StoreError, TrainerClientError
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.connection import Call, CallCancelledError, Connection
+from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS
+from trainer_client.transport.credentials import Credentials
+
+# The follower reports at least this often, because a restarted daemon does not know of it.
+_REPORT_SECONDS = 5.0
+# The pause after a failed copy doubles from the first to the second of these.
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 10.0
+# The holder has to answer within this time before a step is opened for it.
+_ANSWER_SECONDS = 5.0
+# A follower without a trainer gives up when the daemon that it copies from has not answered for so long.
+_GONE_SECONDS = 10.0
+_FILES = ("token_file", "tls_ca", "tls_certificate", "tls_key")
+# The follower yields the processor to trainers and daemons.
+_NICE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A daemon, and the files of the credentials for it."""
+
+    address: str
+    token_file: str | None = None
+    tls_ca: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+
+    @classmethod
+    def of(cls, address: str, credentials: Credentials) -> Self:
+        """Return the place of a daemon. The credentials name a token by its file, or have none."""
+        given = {name: getattr(credentials, name) for name in _FILES}
+        files = {name: str(path) for name, path in given.items() if path is not None}
+        return cls(address=address, insecure=credentials.insecure, **files)
+
+    def connect(self) -> Connection:
+        """Return a connection, which is made on first use. It can raise ConfigError."""
+        given = {name: getattr(self, name) for name in _FILES}
+        files: Mapping[str, Any] = {name: Path(path) for name, path in given.items() if path is not None}
+        client = f"follower at {socket.gethostname()}, process {os.getpid()}"
+        credentials = Credentials(insecure=self.insecure, **files)
+        return Connection(self.address, client, credentials, prefer_streams=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerOrder:
+    """What a follower is to do.
+
+    Attributes:
+        job: the job.
+        origin: the daemon that commits it.
+        holder: the daemon that gets the replica.
+        finish_seconds: how long the follower goes on at most after its standard input has ended.
+    """
+
+    job: str
+    origin: Place
+    holder: Place
+    finish_seconds: float
+
+    def to_json(self) -> str:
+        """Return the order as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Return the order that `to_json` made."""
+        values = json.loads(line)
+        return cls(**values | {name: Place(**values[name]) for name in ("origin", "holder")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerState:
+    """How far a follower is.
+
+    Attributes:
+        step: the newest step that the holder has by this follower; None: it has put none yet.
+        sent_bytes: the bytes that were sent, in all.
+        copy_seconds: how long the last copied step took.
+        problem: why the last attempt failed; "": it did not.
+    """
+
+    step: int | None = None
+    sent_bytes: int = 0
+    copy_seconds: float = 0.0
+    problem: str = ""
+
+
+class Follower:
+    """The copying of one job to one holder. `run` does it on the calling thread, until `finish` was called.
+
+    Attributes:
+        state: how far it is; guarded by the lock of the condition.
+    """
+
+    def __init__(self, order: FollowerOrder, tell: Callable[[FollowerState], None]) -> None:
+        """Prepare a follower; `tell` is called after each change of its state. It can raise ConfigError."""
+        self.state = FollowerState()
+        self._order = order
+        self._tell = tell
+        self._origin = order.origin.connect()
+        self._holder = order.holder.connect()
+        self._changed = threading.Condition()
+        # The newest committed step, as the watching thread has heard. The follower itself asks the daemon.
+        self._newest: int | None = None
+        self._finish_at: float | None = None
+        self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
+        self._put_run = PutRun(self._holder)
+
+    def finish(self) -> None:
+        """Let `run` copy the newest step and return. Any thread may call this."""
+        with self._changed:
+            self._finish_at = time.monotonic() + self._order.finish_seconds
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Copy until the end: until `finish` was called, and the holder has the newest step or cannot get it."""
+        # The first step may take long, and the daemon shows meanwhile that there is no replica yet.
+        self._report()
+        threading.Thread(target=self._watch, name="follower-watch", daemon=True).start()
+        pause = _FIRST_PAUSE_SECONDS
+        try:
+            while self._wait_for_a_step():
+                try:
+                    self._copy()
+                    pause = _FIRST_PAUSE_SECONDS
+                except TrainerClientError as error:
+                    self._put_run.close(error)
+                    self._tell_problem(str(error) or type(error).__name__)
+                    if self._gives_up():
+                        return
+                    with self._changed:
+                        self._changed.wait(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            self._put_run.close()
+            self._watching.cancel()
+            self._origin.close()
+            self._holder.close()
+
+    def _watch(self) -> None:
+        """Hear of each commit, on a thread of its own."""
+        with contextlib.suppress(CallCancelledError):
+            while True:
+                try:
+                    for commit in StoreClientSync(self._origin).watch_within(self._watching, self._order.job):
+                        with self._changed:
+                            self._newest = commit.step
+                            self._changed.notify_all()
+                            is_well_again = bool(self.state.problem) and commit.step == self.state.step
+                        if is_well_again:
+                            self._tell_problem("")
+                except TrainerClientError as error:
+                    # A copy that is under way waits longer for the daemon, which may be started again.
+                    self._tell_problem(f"the commits at {self._order.origin.address} cannot be watched: {error}")
+                    self._watching.extend()
+                    self._watching.pause(_FIRST_PAUSE_SECONDS)
+
+    def _wait_for_a_step(self) -> bool:
+        """Wait until there is a step that the holder lacks. Return whether there is; False: the follower is done."""
+        while True:
+            with self._changed:
+                if self._newest is not None and self._newest != self.state.step:
+                    return True
+                if self._finish_at is not None:
+                    break
+                is_changed = self._changed.wait(_REPORT_SECONDS)
+            if not is_changed:
+                self._report()
+        # The watching thread may not have heard of the last commit yet.
+        newest = self._ask_newest()
+        return newest is not None and newest != self.state.step
+
+    def _ask_newest(self) -> int | None:
+        """Return the newest committed step; None if there is none or the daemon does not answer."""
+        call = Call(_GONE_SECONDS, _GONE_SECONDS)
+        try:
+            listed = self._origin.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+        except StoreError:
+            return None
+        steps = [max(job.layouts[-1].steps) for job in listed.jobs if job.name == self._order.job and job.layouts]
+        return steps[0] if steps else None
+
+    def _copy(self) -> None:
+        """Copy the newest committed step. It can raise TrainerClientError."""
+        if not self._put_run.sessions:
+            # No step is held while the holder does not answer, so that it is the newest one that goes there afterwards.
+            self._holder.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
+        with StoredStep(self._origin, self._order.job) as source:
+            step = source.description
+            # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
+            if self._finish_at is not None or not self._put_run.takes(step):
+                self._put_run.close()
+            result = self._put_run.put(source)
+        with self._changed:
+            if self._newest is None or self._newest < result.step:
+                self._newest = result.step
+            self.state = FollowerState(
+                step=result.step,
+                sent_bytes=self.state.sent_bytes + result.sent_bytes,
+                copy_seconds=result.seconds,
+            )
+            self._tell(self.state)
+        self._report()
+
+    def _gives_up(self) -> bool:
+        """Return whether a failed copy is not to be tried again: the trainer is gone, and so are time or origin."""
+        with self._changed:
+            finish_at = self._finish_at
+        return finish_at is not None and (time.monotonic() >= finish_at or self._ask_newest() is None)
+
+    def _tell_problem(self, problem: str) -> None:
+        with self._changed:
+            self.state = replace(self.state, problem=problem)
+            self._tell(self.state)
+        self._report()
+
+    def _report(self) -> None:
+        """Report to the daemon that commits the job. A failure is ignored, because the follower reports again."""
+        state = self.state
+        request = admin_pb.ReportReplicaRequest(
+            job=self._order.job,
+            holder=self._order.holder.address,
+            step=state.step,
+            sent_bytes=state.sent_bytes,
+            copy_seconds=state.copy_seconds,
+            problem=state.problem,
+        )
+        with contextlib.suppress(TrainerClientError):
+            self._origin.admin_call("ReportReplica", request, Call(None, CONTROL_DEADLINE_SECONDS))
+
+
+def main() -> None:
+    """Follow as standard input says, until that has ended."""
+    os.nice(_NICE)
+    order = FollowerOrder.from_json(sys.stdin.readline())
+    follower = Follower(order, _print)
+
+    def until_the_trainer_is_gone() -> None:
+        sys.stdin.read()
+        follower.finish()
+        # A call to a daemon that does not answer may take longer. The holder keeps nothing of an unfinished step.
+        time.sleep(order.finish_seconds)
+        os._exit(1)
+
+    threading.Thread(target=until_the_trainer_is_gone, name="follower-stdin", daemon=True).start()
+    follower.run()
+
+
+def _print(state: FollowerState) -> None:
+    # A trainer that was killed does not read any more.
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(asdict(state)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

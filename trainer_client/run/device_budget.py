@@ -1,0 +1,90 @@
+"""The memory that a job needs on a rank's device, compared with what is free there before anything is allocated.
+
+This module owns the figure and the error. It must never count what it cannot know: activations, and tensors of the
+script.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer_client.config.home import Home
+from trainer_client.errors import ConfigError
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.placement import GroupPlacement, Residence
+from trainer_client.model.states import placement_bytes
+
+# The root, the unit that computes, and the next one are gathered at once.
+_UNITS_AT_ONCE = 3
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlacedGroup:
+    """A flat group with its placement."""
+
+    group: FlatGroup
+    placement: GroupPlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNeed:
+    """The bytes that one rank needs on its device.
+
+    Attributes:
+        homes: bytes of parameters, gradients and optimizer whose home is the device.
+        units: bytes of the largest units that are gathered at once.
+    """
+
+    homes: Mapping[str, int]
+    units: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return sum(self.homes.values()) + self.units
+
+
+def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlacement]) -> DeviceNeed:
+    """Return what one rank needs.
+
+    Args:
+        units: the flat groups of each unit, which may be on the meta device.
+        placed: the placement of each group, by its name.
+    """
+    units = [list(groups) for groups in units]
+    homes = placement_bytes(_PlacedGroup(group=group, placement=placed[group.name]) for unit in units for group in unit)
+    gathered = [
+        sum(group.whole_bytes for group in groups if placed[group.name].residence is Residence.SHARDED)
+        for groups in units
+    ]
+    return DeviceNeed(
+        homes={kind: of_home.get(Home.DEVICE.value, 0) for kind, of_home in homes.items()},
+        units=sum(heapq.nlargest(_UNITS_AT_ONCE, gathered)),
+    )
+
+
+def require_room(need: DeviceNeed, device: str, free_bytes: int, total_bytes: int) -> None:
+    """Check that a job fits on a device.
+
+    Args:
+        need: what the job needs.
+        device: name of the device, for people.
+        free_bytes: what of its memory is free.
+        total_bytes: its memory.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    if need.nbytes <= free_bytes:
+        return
+    kept = ", ".join(f"{kind} {nbytes / _GIB:.2f}" for kind, nbytes in need.homes.items() if nbytes)
+    raise ConfigError(
+        f"{device} has {free_bytes / _GIB:.2f} of {total_bytes / _GIB:.2f} GiB free, and this job needs "
+        f"{need.nbytes / _GIB:.2f} GiB there before any activation ({kept + ', ' if kept else ''}units that are "
+        f"gathered at once {need.units / _GIB:.2f}): set zero_optimization.stage 3 with offload_param and "
+        "offload_optimizer, or paramserver.placement, to host memory or nvme, make the units smaller "
+        "(paramserver.units), use more ranks, or free memory that other programs and tensors hold"
+    )
