@@ -9,25 +9,18 @@ cores to the daemons and to the reader.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from torch import nn
 
-import trainer_client
-from benchmarks.common.machine import describe, provenance
 from benchmarks.common.store_daemon import StoreDaemon, started
+from benchmarks.training.stretches import StretchedRun, blocks_of, run_benchmark
 from trainer_client.plan.probe import free_port
 
 # Reads the metrics each second and the page's figures every other second, until its input ends.
@@ -43,36 +36,27 @@ print(reads)
 """
 
 
-class Side:
-    """One model at one daemon."""
+class Side(StretchedRun):
+    """One model at one daemon, with what its stretches took.
+
+    Attributes:
+        seconds: those of each stretch that counts.
+        processor_seconds: what the daemon used in all of them.
+    """
 
     def __init__(self, daemon: StoreDaemon, arguments: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        width = arguments.width
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(arguments.layers)]
-        nvme = {"device": "nvme"}
-        config = {
-            "train_micro_batch_size_per_gpu": arguments.batch,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-            "paramserver": {"address": daemon.socket_address},
-        }
-        self.engine = trainer_client.initialize(model=nn.Sequential(*blocks), config=config)[0]
+        super().__init__(blocks_of(arguments), {"address": daemon.socket_address}, arguments)
         self.seconds: list[float] = []
         self.processor_seconds = 0.0
         self._daemon = psutil.Process(daemon.pid)
-        self._inputs = torch.randn(arguments.batch, width)
 
     def train(self, steps: int, *, counts: bool) -> None:
         """Train a stretch of steps, and keep what it took if it counts."""
         self.engine.wait_for_commit()
-        used, began = self._used(), time.perf_counter()
-        for _ in range(steps):
-            self.engine.backward(self.engine(self._inputs).square().mean())
-            self.engine.step()
-        self.engine.wait_for_commit()
+        used = self._used()
+        seconds = self.train_stretch(steps)
         if counts:
-            self.seconds.append(time.perf_counter() - began)
+            self.seconds.append(seconds)
             self.processor_seconds += self._used() - used
 
     def _used(self) -> float:
@@ -120,21 +104,5 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Mapping[str, Any]
     }
 
 
-def main() -> None:
-    """Measure, and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024, help="width of the model's layers")
-    parser.add_argument("--layers", type=int, default=12, help="their number")
-    parser.add_argument("--batch", type=int, default=512, help="samples in a step")
-    parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
-    parser.add_argument("--pairs", type=int, default=9, help="pairs of stretches after the one that warms up")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        machine = describe(Path(directory))
-        figures = measure(arguments, Path(directory))
-    extra = {"threads": os.environ.get("OMP_NUM_THREADS", "all"), "load": os.getloadavg()[0]}
-    print(json.dumps({**figures, **extra, "machine": machine, "commit": provenance()}))
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure, pairs=9)

@@ -11,10 +11,7 @@ daemons.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,12 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-import trainer_client
-from benchmarks.common.machine import describe, provenance
 from benchmarks.common.store_daemon import StoreDaemon, started
+from benchmarks.training.stretches import StretchedRun, blocks_of, run_benchmark
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
@@ -45,21 +38,14 @@ class Replicated:
     copy_seconds: float
 
 
-class Side:
-    """One model at one daemon, with the settings of its replicas."""
+class Side(StretchedRun):
+    """One model at one daemon, with the settings of its replicas; the first third of its layers is frozen."""
 
     def __init__(
         self, name: str, daemon: StoreDaemon, section: Mapping[str, Any], arguments: argparse.Namespace
     ) -> None:
-        blocks = self.blocks(arguments)
-        nvme = {"device": "nvme"}
-        config = {
-            "train_micro_batch_size_per_gpu": arguments.batch,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-            "paramserver": {"address": daemon.socket_address, "job": name, **section},
-        }
-        self.engine = trainer_client.initialize(model=nn.Sequential(*blocks), config=config)[0]
+        blocks = blocks_of(arguments, frozen=arguments.layers // 3)
+        super().__init__(blocks, {"address": daemon.socket_address, "job": name, **section}, arguments)
         self.seconds: list[float] = []
         self.job = name
         self.address = daemon.socket_address
@@ -67,28 +53,12 @@ class Side:
         self.sent_bytes = 0
         self.copy_seconds: list[float] = []
         self.steps_behind: list[int] = []
-        self._inputs = torch.randn(arguments.batch, arguments.width)
-
-    @staticmethod
-    def blocks(arguments: argparse.Namespace) -> list[nn.Module]:
-        """Return the model's layers, of which the first third is frozen."""
-        torch.manual_seed(0)
-        width = arguments.width
-        blocks: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(arguments.layers)]
-        for block in blocks[: arguments.layers // 3]:
-            block.requires_grad_(False)
-        return blocks
 
     def train(self, steps: int, *, counts: bool) -> None:
         """Train a stretch of steps, keep what it took if it counts, and let the follower catch up."""
         self.engine.wait_for_commit()
         before = self.replicated()
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.engine.backward(self.engine(self._inputs).square().mean())
-            self.engine.step()
-        self.engine.wait_for_commit()
-        seconds = time.perf_counter() - began
+        seconds = self.train_stretch(steps)
         behind = self.replicated()
         while self.has_replica and (now := self.replicated()).held < now.committed:
             time.sleep(_LOOK_SECONDS)
@@ -147,7 +117,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Mapping[str, Any]
             for side in sides:
                 side.train(arguments.steps, counts=pair > 0)
         alone, *others = sides
-        elements = [sum(p.numel() for p in one.parameters()) for one in Side.blocks(arguments)]
+        elements = [sum(p.numel() for p in one.parameters()) for one in blocks_of(arguments)]
         steps = arguments.pairs * arguments.steps
         return {
             "seconds_of_a_step": round(sum(alone.seconds) / steps, 4),
@@ -158,21 +128,5 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Mapping[str, Any]
         }
 
 
-def main() -> None:
-    """Measure, and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024, help="width of the model's layers")
-    parser.add_argument("--layers", type=int, default=12, help="their number")
-    parser.add_argument("--batch", type=int, default=512, help="samples in a step")
-    parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
-    parser.add_argument("--pairs", type=int, default=7, help="rounds of stretches after the one that warms up")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        machine = describe(Path(directory))
-        figures = measure(arguments, Path(directory))
-    extra = {"threads": os.environ.get("OMP_NUM_THREADS", "all"), "load": os.getloadavg()[0]}
-    print(json.dumps({**figures, **extra, "machine": machine, "commit": provenance()}))
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure, pairs=7)

@@ -20,7 +20,7 @@ from storage.tiers.nvme import NvmeRegion, NvmeTier
 
 # An occasional fault happens in every twentieth call.
 EVERY = 20
-# The fault of ranges happens more often, because a short campaign on a busy machine frees only some twenty ranges before
+# The fault of ranges happens more often, because a short campaign on a busy machine frees only some ten ranges before
 # it looks for leaks.
 EVERY_RANGE = 4
 

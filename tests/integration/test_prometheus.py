@@ -12,7 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ import pytest
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.faults.shim import environment
 from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.following import following
 from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Client, Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.copying.follow import FollowerOrder, Place
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "prometheus"
@@ -251,21 +252,10 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
         assert recorded, "the recording rules are evaluated, too"
 
 
-@contextmanager
-def replicated(own: Daemon, holder: Daemon) -> Iterator[None]:
+def replicated(own: Daemon, holder: Daemon) -> AbstractContextManager[None]:
     """Keep a replica of a daemon's job."""
-    places = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
-    origin, target = places
-    follower = Follower(
-        FollowerOrder(job=TRAINED.name, origin=origin, holder=target, finish_seconds=1.0), lambda _: None
-    )
-    thread = threading.Thread(target=follower.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        follower.finish()
-        thread.join()
+    origin, target = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
+    return following(FollowerOrder(job=TRAINED.name, origin=origin, holder=target, finish_seconds=1.0))
 
 
 @contextmanager

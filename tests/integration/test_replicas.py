@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,12 +26,13 @@ import trainer_client
 from paramserver.admin.cli import app
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.following import following
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import Launch
 from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
-from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.copying.follow import FollowerOrder, Place
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
@@ -338,18 +338,6 @@ def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:
 
 def has_caught_up(own: Daemon, holder: Daemon, job: str) -> bool:
     return step_of(holder, job) == step_of(own, job)
-
-
-@contextmanager
-def following(order: FollowerOrder) -> Iterator[None]:
-    follower = Follower(order, lambda _: None)
-    thread = threading.Thread(target=follower.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        follower.finish()
-        thread.join()
 
 
 def test_a_replica_is_a_whole_step_whenever_the_daemon_that_it_is_of_is_killed(nodes: Nodes, job: str) -> None:
