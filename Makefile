@@ -19,8 +19,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts mutants matrix device-tests peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
-  bench-dataplane bench-step bench-scale bench-moe bench-small bench-inference bench-plan plots docs proto lock clean \
+  fuzz readers restarts mutants matrix device-tests gpu-proof peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
+  bench-dataplane bench-step bench-scale bench-gpu bench-moe bench-small bench-inference bench-plan plots docs proto lock clean \
   distclean
 
 help: ## List the targets
@@ -107,6 +107,9 @@ matrix: venv ## Train at every stage, placement, precision, schedule and world s
 device-tests: venv ## Run the tests on the simulated accelerator alone, and fail if there is no g++ (some 2 minutes)
 	PARAMSERVER_REQUIRE_DEVICE=1 $(PYTEST) tests/device
 
+gpu-proof: venv ## Prove everything on a GPU, in parts of at most nine minutes (PART=N, STAND_IN=1: without a GPU)
+	$(BIN)/python -m tests.gpu.proof $(if $(PART),--part $(PART)) $(if $(STAND_IN),--stand-in)
+
 # The tests need a checkout of DeepSpeed, whose files are not part of this project, and the package hjson.
 SUITE ?= build/DeepSpeed
 SAMPLE ?= 0
@@ -153,6 +156,9 @@ bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (
 
 bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.training.scale --results
+
+bench-gpu: venv ## Measure a step on a GPU beside plain PyTorch, FSDP2 (DEEPSPEED=DIR: and DeepSpeed); updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.gpu --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.prefetching --results

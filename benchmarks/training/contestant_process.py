@@ -34,7 +34,7 @@ class Entry:
 
     Attributes:
         name: the contestant's name in the result.
-        kind, deferred, each_step: see `contestants.Spec`.
+        kind, device, deferred, each_step: see `contestants.Spec`.
         config_in: returns the contestant's config, given a directory for the files that it keeps on disk.
         python: the interpreter of the contestant's environment; None: the benchmark's own.
         environment: variables that are added to the benchmark's environment.
@@ -45,6 +45,7 @@ class Entry:
     name: str
     kind: str
     config_in: Callable[[Path], Mapping[str, Any]] = field(default=lambda _: {})
+    device: str = "cpu"
     deferred: bool = False
     each_step: bool = False
     python: Path | None = None
@@ -91,7 +92,7 @@ class Running:
         self._process = subprocess.Popen(
             [
                 *(str(entry.python or sys.executable), "-m", "benchmarks.training.contestants"),
-                json.dumps(spec | {"deferred": entry.deferred, "each_step": entry.each_step}),
+                json.dumps(spec | {"device": entry.device, "deferred": entry.deferred, "each_step": entry.each_step}),
             ],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"} | dict(entry.environment),

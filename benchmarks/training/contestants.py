@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from benchmarks.training import bf16_emulation
 from benchmarks.training.models import batches, build
 from benchmarks.training.task import LEARNING_RATE, WEIGHT_DECAY, TrainingTask
 
-ContestantKind = Literal["plain", "compute", "ours", "deepspeed"]
+ContestantKind = Literal["plain", "compute", "ours", "deepspeed", "fsdp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,10 @@ class Spec:
     """The description of a contestant, which its process gets as JSON.
 
     Attributes:
-        kind: "plain" (PyTorch in memory), "compute" (forward and backward alone), "ours" (this project), "deepspeed".
+        kind: "plain" (PyTorch in memory), "compute" (forward and backward alone), "ours" (this project), "deepspeed",
+            "fsdp" (torch's FSDP2 with CPU offload).
         config: the config of "ours" and "deepspeed".
+        device: the kind of device that computes, as "cpu" and "cuda".
         deferred: for "ours": build the model under `zero.Init`, so that it is never whole in memory. Its initial values
             differ from those of the other contestants then.
         each_step: report the facts after each step, which may take time, not only after the last step of a block.
@@ -43,6 +45,7 @@ class Spec:
     kind: ContestantKind
     task: TrainingTask
     config: Mapping[str, Any]
+    device: str = "cpu"
     deferred: bool = False
     each_step: bool = False
 
@@ -92,7 +95,7 @@ class Compute:
         """Return at once, because no work goes on in the background."""
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        return device_memory()
 
     def close(self) -> None:
         """Do nothing, because there is nothing to close."""
@@ -156,21 +159,51 @@ class Ours(WithEngine):
 
     def facts(self) -> dict[str, Any]:
         report = self._engine.step_report()
-        return {"placement": self._engine.placement(), "report": report and report.to_dict()}
+        return {"placement": self._engine.placement(), "report": report and report.to_dict()} | device_memory()
 
     def close(self) -> None:
         self._engine.close()
 
 
+class FullySharded(Compute):
+    """torch's FSDP2 as one rank: fp32 parameters and states in host memory, gathered in bf16 block by block."""
+
+    def __init__(self, spec: Spec, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - only this contestant needs them
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+        become_the_only_rank()
+        host = "" if spec.device == "cpu" else "cpu:gloo,"
+        backend = torch.distributed.get_default_backend_for_device(spec.device)
+        torch.distributed.init_process_group(f"{host}{spec.device}:{backend}")
+        policies: dict[str, Any] = {
+            "mesh": init_device_mesh(spec.device, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy(pin_memory=spec.device != "cpu"),
+        }
+        for block in cast(Any, model).transformer.h:
+            fully_shard(block, **policies)
+        fully_shard(model, **policies)
+        self.model = model
+        self._clip = spec.task.clip
+        parameters = self.model.parameters()
+        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def update(self) -> None:
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
 class DeepSpeed(WithEngine):
-    """DeepSpeed on the CPU, as one rank."""
+    """DeepSpeed as one rank."""
 
     def __init__(self, spec: Spec) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.update(rendezvous | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        become_the_only_rank()
         import deepspeed  # noqa: PLC0415 - only its own environment has it
 
         model = build(spec.task)
@@ -189,15 +222,33 @@ class DeepSpeed(WithEngine):
         torch.distributed.destroy_process_group()
 
 
+def become_the_only_rank() -> None:
+    """Set the variables that torchrun would set for the rank of a launch with one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(rendezvous | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+
+
+def device_memory() -> dict[str, Any]:
+    """Return the most bytes of the accelerator's memory that were allocated so far; nothing without an accelerator."""
+    if not torch.accelerator.is_available():
+        return {}
+    return {"device_peak_bytes": torch.accelerator.max_memory_allocated()}
+
+
 def begin(spec: Spec) -> Contestant:
     """Return the contestant, ready for its first step."""
     match spec.kind:
         case "plain":
-            return Plain(spec.task, build(spec.task))
+            return Plain(spec.task, build(spec.task).to(spec.device))
         case "compute":
             # The model is built in bf16, because the largest models of the scale benchmark may not fit in fp32.
             torch.set_default_dtype(torch.bfloat16)
-            return Compute(spec.task, build(spec.task))
+            return Compute(spec.task, build(spec.task).to(spec.device))
+        case "fsdp":
+            return FullySharded(spec, build(spec.task))
         case "ours":
             return Ours(spec)
         case "deepspeed":
@@ -210,7 +261,7 @@ def make_steps(
     """Make `count` steps with batches from `draw`, and return the fields of a `contestant_process.Block`, by step.
 
     A step lasts until the next one can begin. So reading the loss counts for the step. Work that a step leaves in the
-    background counts for the next step, which it slows.
+    background, or to an accelerator, counts for the next step, which it slows.
     """
     taken: dict[str, list[Any]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses", "facts")}
     for number in range(count):
@@ -241,7 +292,9 @@ def serve(spec: Spec, answers: TextIO) -> None:
     data = batches(spec.task)
     answer({"ready": True})
     for line in sys.stdin:
-        taken: dict[str, Any] = make_steps(contestant, int(line), lambda: next(data), each_step=spec.each_step)
+        taken: dict[str, Any] = make_steps(
+            contestant, int(line), lambda: next(data).to(spec.device), each_step=spec.each_step
+        )
         begun = time.perf_counter()
         contestant.settle()
         answer(taken | {"settle_seconds": time.perf_counter() - begun})

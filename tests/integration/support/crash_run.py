@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,16 @@ RUN = Run(dropout=0.1, clipping=0.5, schedule=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The parameters of a run, the same for every rank. `directory` gets the run's files."""
+    """The parameters of a run, the same for every rank.
+
+    Attributes:
+        directory: gets the run's files.
+        device: the device on which the model is built; empty: the CPU.
+    """
 
     directory: str
     steps: int
+    device: str = ""
     config: dict[str, Any] = field(default_factory=dict)
 
     def progress_file(self, rank: int) -> Path:
@@ -44,7 +50,7 @@ class Plan:
 
 def run_rank(plan: Plan) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = build_model(RUN)
+    model = build_model(replace(RUN, device=plan.device))
     optimizer, scheduler = make_optimizer(model, RUN)
     config = plan.config | {"gradient_clipping": RUN.clipping}
     engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
@@ -55,7 +61,8 @@ def run_rank(plan: Plan) -> None:
             starts.write(f"{engine.resumed_step}\n")
     batches = list(micro_batches(plan.steps, rank, world_size))
     with engine, plan.progress_file(rank).open("a", buffering=1) as progress:
-        for batch in batches[engine.resumed_step :]:
+        for tokens in batches[engine.resumed_step :]:
+            batch = tokens.to(engine.device)
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             progress.write(f"{engine.global_steps + 1}\n")
             engine.step()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,8 @@ class Run:
     # The reference is train_with_masters if this is true, else train_plain.
     with_masters: bool = False
     prefer_streams: bool = False
+    # The device to which the model is moved before it trains, as "cuda:0"; where it is built if this is empty.
+    device: str = ""
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,7 +197,13 @@ class AdapterModel(nn.Module):
 
 
 def build_model(run: Run) -> nn.Module:
+    """Return the run's model with its first weights, which are drawn on the CPU whatever the run's device is."""
     torch.manual_seed(1)
+    model = _model_of(run)
+    return model.to(run.device) if run.device else model
+
+
+def _model_of(run: Run) -> nn.Module:
     if run.model == "adapters":
         return AdapterModel()
     if run.model == "conditional":
@@ -248,7 +256,8 @@ def train_plain(run: Run) -> Result:
     optimizer, scheduler = make_optimizer(model, run)
     losses, norms = [], []
     torch.manual_seed(3 + rank)
-    for index, batch in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+    for index, tokens in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+        batch = tokens.to(run.device or "cpu")
         loss = forward(input_ids=batch, labels=batch).loss / run.accumulation
         loss.backward()
         losses.append(loss.item())
@@ -260,7 +269,8 @@ def train_plain(run: Run) -> Result:
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    return Result(losses=losses, norms=norms, weights=dict(model.state_dict()))
+    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    return Result(losses=losses, norms=norms, weights=weights)
 
 
 def train_with_masters(run: Run) -> Result:
@@ -284,7 +294,8 @@ def train_with_masters(run: Run) -> Result:
     losses, norms, skipped = [], [], 0
     sums: dict[str, torch.Tensor] = {}
     torch.manual_seed(3 + rank)
-    for index, batch in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+    for index, tokens in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+        batch = tokens.to(run.device or "cpu")
         ends = index % run.accumulation == 0
         reduces = run.schedule_of_reduction == "micro_batch" or ends
         with nullcontext() if reduces or not isinstance(forward, DistributedDataParallel) else forward.no_sync():
@@ -302,10 +313,8 @@ def train_with_masters(run: Run) -> Result:
         if not ends:
             continue
         for name, master in masters.items():
-            gradient_or_none = sums.pop(name) if low_precision else trained[name].grad
-            assert gradient_or_none is not None
-            master.grad = gradient_or_none.float() / scale
-            trained[name].grad = None
+            gradient = cast(torch.Tensor, sums.pop(name) if low_precision else trained[name].grad)
+            master.grad, trained[name].grad = gradient.float() / scale, None
         norm = nn.utils.get_total_norm([master.grad for master in masters.values() if master.grad is not None])
         if not norm.isfinite():
             skipped += 1
@@ -319,12 +328,12 @@ def train_with_masters(run: Run) -> Result:
             for name, parameter in trained.items():
                 parameter.copy_(masters[name])
     moments = {
-        f"{name}/{kind}": optimizer.state[master][kind]
+        f"{name}/{kind}": optimizer.state[master][kind].cpu()
         for name, master in masters.items()
         for kind in ("exp_avg", "exp_avg_sq")
     }
     named = {id(parameter): masters[name].detach() for name, parameter in trained.items()}
-    weights = {name: named.get(id(t), t).detach().float() for name, t in model.state_dict(keep_vars=True).items()}
+    weights = {name: named.get(id(t), t).detach().float().cpu() for name, t in model.state_dict(keep_vars=True).items()}
     return Result(losses=losses, norms=norms, weights=weights, moments=moments, skipped=skipped)
 
 
@@ -375,7 +384,8 @@ def train_through_store(run: Run) -> Result:
     with engine:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         losses, norms = [], []
-        torch.manual_seed(3 + rank)
+        if not engine.resumed_step:
+            torch.manual_seed(3 + rank)
         for index, tokens in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
             if index <= engine.resumed_step * run.accumulation:
                 continue
