@@ -35,6 +35,15 @@ class DemandReads:
             self._fetch(job, slab, position, as_of), release=lambda copy: self._host_cache.unpin(slab, copy)
         )
 
+    def sees_newest(self, job: Job, slab: Slab, as_of: int | None) -> bool:
+        """Return whether `fetch` would return the newest bytes without waiting for a write."""
+        pending = job.pending
+        write = pending.writes.get(slab) if pending else None
+        is_wanted = pending is not None and (as_of is None or as_of >= pending.step)
+        if write is not None and is_wanted and (not write.done() or write.cancelled() or write.exception() is not None):
+            return False
+        return slab.latest is not None and (as_of is None or slab.latest <= _bound(job, as_of))
+
     async def _fetch(self, job: Job, slab: Slab, position: float, as_of: int | None) -> HostCopy:
         pending = job.pending
         write = pending.writes.get(slab) if pending else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from storage import syscalls
-from storage.accounts import Accountant, Ranges, TierAccount
+from storage.accounts import Accountant, Holder, Ranges, TierAccount
 from storage.admission import Limit
 from storage.assembly import Tiers, open_tiers
 from storage.catalog.catalog import Catalog
@@ -45,6 +45,7 @@ from storage.slab import NEVER, HostCopy, Slab
 from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.contract import BackingTier, Region, Tier
+from storage.tiers.gpu import GpuTier
 from storage.tracing import Tracer
 from storage.transform import Kernel, TilePool, Transformer
 from storage.upkeep import HeldStep, Upkeep, versions_on
@@ -84,6 +85,7 @@ class Engine:
         self.config = config
         self.host = tiers.host
         self.nvme = tiers.nvme
+        self.gpu = GpuTier()
         self.backing = tiers.backing
         self.tracer = tracer
         self.host_cache = HostCache(self.host, tiers.eviction_order)
@@ -196,8 +198,11 @@ class Engine:
 
     @property
     def tiers(self) -> Sequence[Tier]:
-        """All tiers, fastest first. `host` and `nvme` give the same two tiers with their own types."""
-        return (self.host, *self.backing)
+        """All tiers, fastest first; the gpu tier only if a session has offered memory of its device.
+
+        `gpu`, `host` and `nvme` give the same tiers with their own types.
+        """
+        return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *self.backing)
 
     def _durable_versions(self) -> Iterator[Region]:
         """Return the regions of all versions on the durable tier."""
@@ -216,7 +221,15 @@ class Engine:
             leased: returns the ranges of the arena that sessions have leased.
             quarantined: returns the ranges to which processes of ended sessions may still write.
         """
-        return await self._accountant.take(leased, quarantined)
+        accounts = await self._accountant.take(leased, quarantined)
+        return [self._gpu_account(), *accounts] if self.gpu.is_in_use else accounts
+
+    def _gpu_account(self) -> TierAccount:
+        """Return who holds the device memory that sessions have offered: leases, and copies of slabs."""
+        used, leased = self.gpu.used_bytes, self.gpu.leased_bytes
+        return TierAccount(
+            tier=self.gpu.name, used_bytes=used, held_bytes={Holder.JOBS: used - leased, Holder.LEASES: leased}
+        )
 
     # --- jobs
 
@@ -442,6 +455,15 @@ class Engine:
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
         return Pin(slab, await self._demand_reads.fetch(job, slab, position, as_of))
+
+    def newest_slab(self, job: Job, group: str, kind: Kind, as_of: int | None) -> Slab | None:
+        """Return a slab if `fetch` would return its newest bytes without waiting for a write; else None.
+
+        Raises:
+            NotFoundError: the job has no such slab.
+        """
+        slab = job.slab(group, kind)
+        return slab if self._demand_reads.sees_newest(job, slab, as_of) else None
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replace the prefetch window of `owner`: the slabs, as (group, kind, trace position), that it will need soon.

@@ -174,6 +174,9 @@ class Slab:
     # True once the job, or this layout of it, was deleted. An operation that waited for the slab meanwhile must then
     # raise.
     deleted: bool = False
+    # A number that changes whenever the newest bytes do. Two versions may have the same step, because a step that was
+    # withdrawn or rolled back is made again.
+    stamp: int = 0
     # The write of the newest bytes for a snapshot or a reader, if one is under way. The bytes must not change until it
     # ends.
     copy_write: CopyWrite | None = None
@@ -240,6 +243,7 @@ class Slab:
     @latest.setter
     def latest(self, step: int | None) -> None:
         self._latest = step
+        self.stamp += 1
         self._touch()
 
     def _touch(self) -> None:

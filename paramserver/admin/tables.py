@@ -221,11 +221,13 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
 
 def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
     """Return a table of the connected clients and what each holds."""
+    has_devices = any(session.device_budget_bytes for session in sessions)
     table = new_table(
         "Sessions",
         [
             *("client", "peer", "job", "rank", "state", "bytes by", "reads", "writes", "leased", "readers"),
             *("transfers", "age", "heard"),
+            *(("on device",) if has_devices else ()),
         ],
         left=("client", "peer", "job", "state", "bytes by"),
     )
@@ -245,6 +247,7 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
             str(session.transfers),
             f"{max(0.0, time.time() - session.opened_at_unix_seconds):.0f} s",
             f"{session.heard_seconds_ago:.1f} s ago",
+            *((f"{decimal(session.device_bytes)} of {decimal(session.device_budget_bytes)}",) if has_devices else ()),
         )
     return table
 

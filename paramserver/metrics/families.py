@@ -55,6 +55,7 @@ class Figure(Generic[ReadingT]):
 
 
 _HOST, _NVME = (pb.TIER_HOST,), (pb.TIER_NVME,)
+_GPU_AND_HOST = (pb.TIER_GPU, pb.TIER_HOST)
 
 TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     Figure("tier_budget_bytes", "The tier's budget.", lambda tier: tier.budget_bytes),
@@ -63,9 +64,11 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
         "tier_evictable_bytes",
         "Bytes of clean copies that can be evicted at once.",
         lambda tier: tier.evictable_bytes,
-        tiers=_HOST,
+        tiers=_GPU_AND_HOST,
     ),
-    Figure("tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_HOST),
+    Figure(
+        "tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_GPU_AND_HOST
+    ),
     Figure(
         "tier_quarantined_bytes",
         "Bytes that processes of ended sessions, or their devices, may still write to.",
@@ -74,8 +77,14 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     ),
     Figure("tier_queue_depth", "Requests that wait or are under way.", lambda tier: tier.queue_depth),
     Figure("tier_problems", "Problems of the tier; with any, it is degraded.", lambda tier: len(tier.problems)),
-    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_HOST),
-    Figure("tier_misses", "Reads that needed a lower tier.", lambda tier: tier.misses, is_counter=True, tiers=_HOST),
+    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_GPU_AND_HOST),
+    Figure(
+        "tier_misses",
+        "Reads that needed a lower tier.",
+        lambda tier: tier.misses,
+        is_counter=True,
+        tiers=_GPU_AND_HOST,
+    ),
     Figure(
         "tier_promotions",
         "Slabs brought into the tier from a lower one.",

@@ -211,10 +211,11 @@ function segments(tier) {
   const held = tier.leased_bytes + tier.evictable_bytes + tier.quarantined_bytes + tier.bad_bytes;
   const other = Math.max(0, tier.used_bytes - held);
   const isHost = tier.name === "host";
+  const hasCopies = isHost || tier.name === "gpu";
   return [
-    { name: "leased", label: "leased", value: tier.leased_bytes, shown: isHost },
-    { name: "used", label: isHost ? "other use" : "used", value: other, shown: true },
-    { name: "evictable", label: "evictable", value: tier.evictable_bytes, shown: isHost },
+    { name: "leased", label: "leased", value: tier.leased_bytes, shown: hasCopies },
+    { name: "used", label: isHost ? "other use" : "used", value: other, shown: isHost || !hasCopies },
+    { name: "evictable", label: "evictable", value: tier.evictable_bytes, shown: hasCopies },
     { name: "quarantined", label: "quarantined", value: tier.quarantined_bytes, shown: tier.quarantined_bytes > 0 },
     { name: "bad", label: "damaged", value: tier.bad_bytes, shown: tier.bad_bytes > 0 },
     { name: "free", label: "free", value: tier.free_bytes, shown: true },

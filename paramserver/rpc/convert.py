@@ -92,6 +92,11 @@ def step(value: int, field: str) -> int:
     return _at_most(value, MAX_STEP, field)
 
 
+def device_bytes(value: int) -> int:
+    """Return a size of device memory. Raise InvalidRequestError for one that no device can have."""
+    return _at_most(value, MAX_STEP, "size_bytes")
+
+
 def position(value: int, field: str) -> float:
     """Return a position in the trace. Raise InvalidRequestError if it is not exact as a floating-point number."""
     return float(_at_most(value, MAX_STEP, field))

@@ -23,7 +23,7 @@ from paramserver.services.readers import Readers, describe_job, describe_layouts
 from paramserver.services.step_description import describe_step
 from paramserver.services.tracing import Traces, read_counters
 from paramserver.sessions.host_quota import limits_of
-from paramserver.sessions.leases import Lease
+from paramserver.sessions.leases import DeviceLease, Lease
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.session import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
@@ -32,6 +32,7 @@ from storage.engine import Engine
 from storage.errors import InvalidRequestError
 from storage.slab import NEVER
 from storage.slices import in_slices
+from storage.tiers.gpu import DeviceRange
 
 
 class ParameterStore:
@@ -132,13 +133,16 @@ class ParameterStore:
             (want.slab.group, convert.kind(want.slab.kind), convert.position(want.position, "wants.position"))
             async for want in in_slices(convert.batch(request.wants, "wants"))
         ]
+        # The session does not read slabs from host memory that are on its device.
+        copies = self._grants.device_copies
+        wants = [want for want in wants if not copies.has(session, job, want[0], want[1])]
         self._engine.prefetch(session.session_id, job, wants)
         fetched = self._engine.queue.fetched(job.spec.name)
         return pb.PrefetchResponse(fetched_bytes=fetched.nbytes, fetch_seconds=fetched.seconds)
 
     @needs(Right.SESSION)
     async def AcquireLeases(self, request: pb.AcquireLeasesRequest, session: ClientSession) -> pb.AcquireLeasesResponse:
-        granted: list[Lease] = []
+        granted: list[Lease | DeviceLease] = []
         asked_at = time.monotonic()
         try:
             async for want in in_slices(convert.batch(request.wants, "wants")):
@@ -150,12 +154,15 @@ class ParameterStore:
             raise
         return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
-    async def _release_all(self, session: ClientSession, leases: Sequence[Lease]) -> None:
+    async def _release_all(self, session: ClientSession, leases: Sequence[Lease | DeviceLease]) -> None:
         async for lease in in_slices(leases):
-            if not lease.void:
+            if isinstance(lease, DeviceLease):
+                if lease.lease_id in session.device_leases:
+                    self._grants.device_copies.release(session, lease)
+            elif not lease.void:
                 await self._grants.release(session, lease, publish=False, next_use=NEVER)
 
-    async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
+    async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease | DeviceLease:
         if want.HasField("range") or want.ranges:
             return await self._readers.acquire(session, want)
         return await self._grants.acquire(session, want)
@@ -164,10 +171,23 @@ class ParameterStore:
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, session: ClientSession) -> pb.ReleaseLeasesResponse:
         for release in convert.batch(request.releases, "releases"):
             next_use = convert.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
+            if (on_device := session.device_leases.get(release.lease_id)) is not None:
+                self._grants.device_copies.release(session, on_device)
+                continue
             lease = session.lease(release.lease_id)
             # No cancellation ends a publication half-way, because the lease is gone already.
-            await finished(self._grants.release(session, lease, publish=release.publish, next_use=next_use))
+            await finished(
+                self._grants.release(session, lease, publish=release.publish, next_use=next_use, is_kept=release.kept)
+            )
         return pb.ReleaseLeasesResponse()
+
+    @needs(Right.SESSION)
+    async def OfferDeviceMemory(
+        self, request: pb.OfferDeviceMemoryRequest, session: ClientSession
+    ) -> pb.OfferDeviceMemoryResponse:
+        device = convert.name(request.device, "device")
+        await self._grants.device_copies.offer(session, device, convert.device_bytes(request.size_bytes))
+        return pb.OfferDeviceMemoryResponse()
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
     async def Read(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
@@ -288,7 +308,14 @@ class ParameterStore:
         return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
 
 
-def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:
+def _lease_to_wire(lease: Lease | DeviceLease, asked_at: float) -> pb.Lease:
+    if isinstance(lease, DeviceLease):
+        return pb.Lease(
+            lease_id=lease.lease_id,
+            version=lease.version,
+            size_bytes=lease.range_.nbytes,
+            device=_range_to_wire(lease.range_),
+        )
     version = lease.pin.copy.step if lease.pin is not None else lease.step
     return pb.Lease(
         lease_id=lease.lease_id,
@@ -297,4 +324,9 @@ def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:
         size_bytes=lease.nbytes,
         generation=lease.arena_range.generation,
         update_wait_seconds=0.0 if lease.pin is None else max(0.0, lease.pin.slab.updated_at - asked_at),
+        keep=None if lease.keep is None else _range_to_wire(lease.keep),
     )
+
+
+def _range_to_wire(range_: DeviceRange) -> pb.DeviceRange:
+    return pb.DeviceRange(offset=range_.offset, generation=range_.generation)

@@ -97,6 +97,9 @@ class StoreView:
             info.evictable_bytes = engine.host_cache.evictable_bytes
             info.quarantined_bytes = self._sessions.quarantine.nbytes
             info.queue_depth += engine.queue.depth
+        elif tier is engine.gpu:
+            info.leased_bytes = engine.gpu.leased_bytes
+            info.evictable_bytes = info.used_bytes - info.leased_bytes
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.damaged_blocks = engine.nvme.damaged_blocks
@@ -114,7 +117,7 @@ class StoreView:
             job=session.run.spec.name if session.run else "",
             rank=max(0, session.rank),
             maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
-            read_leases=len(session.leases) - writing,
+            read_leases=len(session.leases) - writing + len(session.device_leases),
             write_leases=writing,
             leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
             readers=len(session.readers),
@@ -122,6 +125,8 @@ class StoreView:
             opened_at_unix_seconds=session.opened_at_unix_seconds,
             heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
             detached=session.state is SessionState.DETACHED,
+            device_bytes=0 if session.device is None else session.device.used_bytes,
+            device_budget_bytes=0 if session.device is None else session.device.budget_bytes,
         )
 
     async def prefetch(self) -> admin_pb.GetPrefetchResponse:

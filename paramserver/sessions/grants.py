@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Hashable
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
 from paramserver.sessions.client_process import ClientProcesses
+from paramserver.sessions.device_copies import DeviceCopies
 from paramserver.sessions.host_quota import HostQuota, lease_bytes
-from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.leases import DeviceLease, Lease, LeaseMode
 from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -37,9 +38,12 @@ class Grants:
         self._shared_ranges = SharedRanges(engine)
         self._lease_ids = itertools.count(1)
         self._processes = ClientProcesses(engine.arena.slots)
+        self.device_copies = DeviceCopies(engine)
 
-    async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
+    async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease | DeviceLease:
         """Lease a slab or a gradient to a session, once the quotas of its job and its token have room.
+
+        A slab is leased in the memory of the session's device if a copy of the wanted bytes is there.
 
         Raises:
             InvalidRequestError: a slab of the want's kind cannot be leased in the want's mode.
@@ -51,16 +55,21 @@ class Grants:
         kind, group = convert.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
         job = await session.job()
+        as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
+        if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
+            on_device = self.device_copies.lease(session, job, want, as_of, next(self._lease_ids))
+            if on_device is not None:
+                return on_device
         async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
             # The job is looked up again, because a rank may have begun another layout of it during the wait.
             job = await session.job()
             match want.mode, kind is Kind.GRAD:
                 case pb.LEASE_MODE_READ, False:
-                    as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
                     position = convert.position(want.position, "wants.position")
-                    return self._grant_pin(
-                        session, LeaseMode.READ, await self._engine.fetch(job, group, kind, position, as_of)
-                    )
+                    pin = await self._engine.fetch(job, group, kind, position, as_of)
+                    lease = self._grant_pin(session, LeaseMode.READ, pin)
+                    lease.keep = self.device_copies.place(session, want, pin)
+                    return lease
                 case pb.LEASE_MODE_WRITE, True:
                     return await self._lease_gradient(session, job, group)
                 case pb.LEASE_MODE_WRITE, False:
@@ -223,7 +232,9 @@ class Grants:
         await self._engine.withdraw(job, step, group)
         held.update = None
 
-    async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
+    async def release(
+        self, session: Session, lease: Lease, *, publish: bool, next_use: float, is_kept: bool = False
+    ) -> None:
         """End a lease that a client returns.
 
         Args:
@@ -231,6 +242,7 @@ class Grants:
             lease: the one that ends.
             publish: the bytes that the client has written become the slab's version.
             next_use: the position in the trace where the client needs the slab next.
+            is_kept: the client has copied the bytes to the range of its device's memory that it was given for them.
 
         Raises:
             InvalidRequestError: the bytes of such a lease cannot be published.
@@ -245,6 +257,8 @@ class Grants:
         session.lease(lease.lease_id)
         lease.void = True
         session.remove_lease(lease)
+        if lease.keep is not None and lease.pin is not None:
+            self.device_copies.end_place(session, lease.pin.slab, lease.keep, is_kept=is_kept)
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
         elif publish and lease.slab is not None:

@@ -15,6 +15,7 @@ from storage.reader import StepReader
 from storage.shard import DType
 from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
+from storage.tiers.gpu import DeviceRange
 
 
 class LeaseMode(enum.Enum):
@@ -54,6 +55,7 @@ class Lease:
         shared: RANGE leases: the range, which leases of other sessions may share.
         reader: RANGE leases: the reader whose step is read.
         dtype: RANGE leases: the type of the elements.
+        keep: READ leases: where the client may keep a copy in its device's memory.
         update: GRADIENT leases: the update that uses the gradient, as long as the client may withdraw it.
         void: whether the lease has ended. The daemon then no longer touches the range on behalf of this lease.
     """
@@ -69,6 +71,7 @@ class Lease:
     shared: SharedRange | None = None
     reader: StepReader | None = None
     dtype: DType | None = None
+    keep: DeviceRange | None = None
     update: asyncio.Task[None] | None = None
     void: bool = False
 
@@ -81,3 +84,17 @@ class Lease:
         if self.mode is LeaseMode.GRADIENT:
             return self.group
         return self.slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLease:
+    """A session's right to read a copy of a slab in the memory of its own device.
+
+    Attributes:
+        version: the step of the bytes.
+    """
+
+    lease_id: int
+    slab: Slab
+    version: int
+    range_: DeviceRange

@@ -14,13 +14,14 @@ from typing import Protocol
 
 from paramserver.security.principals import Principal
 from paramserver.sessions.client_process import ClientProcess
-from paramserver.sessions.leases import Lease
+from paramserver.sessions.leases import DeviceLease, Lease
 from paramserver.sessions.runs import Run
 from paramserver.sessions.seats import Visitor
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.errors import ConflictError, NotFoundError, StorageError
 from storage.reader import StepReader
 from storage.slab import Slab
+from storage.tiers.gpu import DeviceMemory
 from storage.tiers.slots import Slot
 from storage.versions import Job
 
@@ -77,6 +78,9 @@ class Session:
     rank: int = -1
     # The client's process, if the client registers the arena, holds a write lease, and can be watched.
     process: ClientProcess | None = None
+    # The directory of the memory that the session offers of its device; None if it offers none.
+    device: DeviceMemory | None = None
+    device_leases: dict[int, DeviceLease] = field(default_factory=dict)
 
     @property
     def owner(self) -> Principal:

@@ -222,6 +222,7 @@ class Sessions:
         del self._sessions[session.session_id]
         self._seats.release(session.visitor)
         self._engine.end_prefetch(session.session_id)
+        self.grants.device_copies.forget(session)
         self._on_end(session.session_id)
         held = len(session.leases)
         leases = self._void_leases(session)

@@ -471,7 +471,7 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step", "ranges")
+        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step", "ranges", "device")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +479,7 @@ class AcquireLeasesRequest(_message.Message):
         RANGE_FIELD_NUMBER: _ClassVar[int]
         AS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
         RANGES_FIELD_NUMBER: _ClassVar[int]
+        DEVICE_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
@@ -486,12 +487,27 @@ class AcquireLeasesRequest(_message.Message):
         range: TensorRange
         as_of_step: int
         ranges: _containers.RepeatedCompositeFieldContainer[TensorRange]
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TensorRange, _Mapping]]] = ...) -> None: ...
+        device: DeviceUse
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TensorRange, _Mapping]]] = ..., device: _Optional[_Union[DeviceUse, _Mapping]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     wants: _containers.RepeatedCompositeFieldContainer[AcquireLeasesRequest.Want]
     def __init__(self, session_id: _Optional[str] = ..., wants: _Optional[_Iterable[_Union[AcquireLeasesRequest.Want, _Mapping]]] = ...) -> None: ...
+
+class DeviceUse(_message.Message):
+    __slots__ = ("next_use",)
+    NEXT_USE_FIELD_NUMBER: _ClassVar[int]
+    next_use: int
+    def __init__(self, next_use: _Optional[int] = ...) -> None: ...
+
+class DeviceRange(_message.Message):
+    __slots__ = ("offset", "generation")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    generation: int
+    def __init__(self, offset: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AcquireLeasesResponse(_message.Message):
     __slots__ = ("leases",)
@@ -500,32 +516,52 @@ class AcquireLeasesResponse(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds")
+    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds", "device", "keep")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARENA_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     UPDATE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     version: int
     arena_offset: int
     size_bytes: int
     generation: int
     update_wait_seconds: float
-    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ...) -> None: ...
+    device: DeviceRange
+    keep: DeviceRange
+    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ..., device: _Optional[_Union[DeviceRange, _Mapping]] = ..., keep: _Optional[_Union[DeviceRange, _Mapping]] = ...) -> None: ...
+
+class OfferDeviceMemoryRequest(_message.Message):
+    __slots__ = ("session_id", "size_bytes", "device")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    size_bytes: int
+    device: str
+    def __init__(self, session_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class OfferDeviceMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ReleaseLeasesRequest(_message.Message):
     __slots__ = ("session_id", "releases")
     class Release(_message.Message):
-        __slots__ = ("lease_id", "publish", "next_use")
+        __slots__ = ("lease_id", "publish", "next_use", "kept")
         LEASE_ID_FIELD_NUMBER: _ClassVar[int]
         PUBLISH_FIELD_NUMBER: _ClassVar[int]
         NEXT_USE_FIELD_NUMBER: _ClassVar[int]
+        KEPT_FIELD_NUMBER: _ClassVar[int]
         lease_id: int
         publish: bool
         next_use: int
-        def __init__(self, lease_id: _Optional[int] = ..., publish: _Optional[bool] = ..., next_use: _Optional[int] = ...) -> None: ...
+        kept: bool
+        def __init__(self, lease_id: _Optional[int] = ..., publish: _Optional[bool] = ..., next_use: _Optional[int] = ..., kept: _Optional[bool] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     session_id: str

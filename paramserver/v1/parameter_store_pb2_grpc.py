@@ -104,6 +104,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.OfferDeviceMemory = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/OfferDeviceMemory',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryResponse.FromString,
+                _registered_method=True)
         self.ApplyGradients = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/ApplyGradients',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.SerializeToString,
@@ -281,6 +286,16 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferDeviceMemory(self, request, context):
+        """Says how much memory of its device this session offers for copies of slabs. The session owns the memory and copies
+        to it and from it; the store keeps the directory: which version of which slab is where, and which copy gives way.
+        With a smaller size than before, the store drops the copies beyond it, and the call returns when no lease on them is
+        left, so that the client may free that memory. The directory ends with the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ApplyGradients(self, request, context):
         """Hands over gradients (write leases of kind GRAD) and the optimizer's hyper-parameters. Returns when the store has
         accepted them; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed: at
@@ -435,6 +450,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteResponse.SerializeToString,
+            ),
+            'OfferDeviceMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferDeviceMemory,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryResponse.SerializeToString,
             ),
             'ApplyGradients': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyGradients,
@@ -865,6 +885,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/Write',
             paramserver_dot_v1_dot_parameter__store__pb2.WriteRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferDeviceMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/OfferDeviceMemory',
+            paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.OfferDeviceMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

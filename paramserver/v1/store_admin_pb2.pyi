@@ -621,7 +621,7 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("client", "peer", "job", "rank", "maps_arena", "read_leases", "write_leases", "leased_bytes", "readers", "transfers", "opened_at_unix_seconds", "heard_seconds_ago", "detached")
+    __slots__ = ("client", "peer", "job", "rank", "maps_arena", "read_leases", "write_leases", "leased_bytes", "readers", "transfers", "opened_at_unix_seconds", "heard_seconds_ago", "detached", "device_bytes", "device_budget_bytes")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -635,6 +635,8 @@ class SessionInfo(_message.Message):
     OPENED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HEARD_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     client: str
     peer: str
     job: str
@@ -648,7 +650,9 @@ class SessionInfo(_message.Message):
     opened_at_unix_seconds: float
     heard_seconds_ago: float
     detached: bool
-    def __init__(self, client: _Optional[str] = ..., peer: _Optional[str] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., maps_arena: _Optional[bool] = ..., read_leases: _Optional[int] = ..., write_leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., readers: _Optional[int] = ..., transfers: _Optional[int] = ..., opened_at_unix_seconds: _Optional[float] = ..., heard_seconds_ago: _Optional[float] = ..., detached: _Optional[bool] = ...) -> None: ...
+    device_bytes: int
+    device_budget_bytes: int
+    def __init__(self, client: _Optional[str] = ..., peer: _Optional[str] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., maps_arena: _Optional[bool] = ..., read_leases: _Optional[int] = ..., write_leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., readers: _Optional[int] = ..., transfers: _Optional[int] = ..., opened_at_unix_seconds: _Optional[float] = ..., heard_seconds_ago: _Optional[float] = ..., detached: _Optional[bool] = ..., device_bytes: _Optional[int] = ..., device_budget_bytes: _Optional[int] = ...) -> None: ...
 
 class ListShardsRequest(_message.Message):
     __slots__ = ("job", "fqn_prefix", "kind", "page_size", "page_token")

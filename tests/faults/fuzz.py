@@ -103,7 +103,8 @@ class Holdings:
         with admin_of(daemon.address) as admin:
             reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
             jobs = admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs
-        tiers = tuple((tier.used_bytes, tier.leased_bytes) for tier in reading.tiers)
+        # The gpu tier is there only after a session has offered memory of its device.
+        tiers = tuple((tier.used_bytes, tier.leased_bytes) for tier in reading.tiers if tier.used_bytes)
         return cls(tiers, reading.sessions, tuple(job.name for job in jobs))
 
 

@@ -76,4 +76,5 @@ def clients(daemon: Daemon) -> Iterator[Clients]:
 def _usage(daemon: Daemon) -> list[tuple[int, int, int]]:
     with admin_of(daemon.address) as admin:
         reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
-        return [(tier.tier, tier.used_bytes, tier.leased_bytes) for tier in reading]
+        # The gpu tier is there only after a session has offered memory of its device.
+        return [(tier.tier, tier.used_bytes, tier.leased_bytes) for tier in reading if tier.used_bytes]

@@ -19,6 +19,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.contract.channel import channel_to
+from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.integration.support.forked import ROOT, Forked
@@ -219,8 +220,8 @@ def admin_of(address: str) -> Iterator[admin_grpc.StoreAdminStub]:
 def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
     """Return the present figures of the host tier and of the NVMe tier."""
     with admin_of(address) as admin:
-        host, nvme = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
-        return host, nvme
+        found = {tier.tier: tier for tier in admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers}
+        return found[pb.TIER_HOST], found[pb.TIER_NVME]
 
 
 def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,111 @@
+"""The copies of slabs in the memory of sessions' devices: which session has offered how much, and its leases on them.
+
+This module owns no memory: the directory of each session is a DeviceMemory of the engine's gpu tier, and the bytes are
+the client's. It must never lease a copy whose bytes are not those that a read in the store would return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from paramserver.rpc import convert
+from paramserver.sessions.leases import DeviceLease
+from paramserver.sessions.session import Session, SessionState
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine, Pin
+from storage.errors import NotFoundError
+from storage.shard import Kind
+from storage.slab import NEVER, Slab
+from storage.tiers.gpu import DeviceRange
+from storage.versions import Job
+
+# A client makes its memory smaller between two steps, and all its leases end within milliseconds then.
+LOOK_AGAIN_SECONDS = 0.005
+
+
+class DeviceCopies:
+    """What Grants and the services do with the copies on the devices of sessions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def offer(self, session: Session, device: str, size_bytes: int) -> None:
+        """Set how much memory of its device a session offers, and wait until no lease lies beyond that.
+
+        Raises:
+            NotFoundError: the session ended meanwhile.
+        """
+        if session.device is None:
+            session.device = self._engine.gpu.open(f"{device} of {session.client}")
+        session.device.resize(size_bytes)
+        while session.device is not None and not session.device.is_within_budget:
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        if session.state is SessionState.ENDED:
+            raise NotFoundError("the session ended while leases on its device's memory were waited for")
+
+    def lease(
+        self, session: Session, job: Job, want: pb.AcquireLeasesRequest.Want, as_of: int | None, lease_id: int
+    ) -> DeviceLease | None:
+        """Lease the copy that a session has of a slab; None if it has none with the bytes that are wanted.
+
+        Raises:
+            NotFoundError: the job has no such slab.
+        """
+        if session.device is None or not want.HasField("device"):
+            return None
+        slab = self._engine.newest_slab(job, want.slab.group, convert.kind(want.slab.kind), as_of)
+        if slab is None or slab.latest is None:
+            return None
+        range_ = session.device.find(slab, _next_use(want))
+        if range_ is None:
+            return None
+        leased = DeviceLease(lease_id=lease_id, slab=slab, version=slab.latest, range_=range_)
+        session.device_leases[lease_id] = leased
+        return leased
+
+    def place(self, session: Session, want: pb.AcquireLeasesRequest.Want, pin: Pin) -> DeviceRange | None:
+        """Return a range in which a session may keep the bytes of a pin, which it is about to copy.
+
+        Return None if there is no such range.
+        """
+        slab = pin.slab
+        if session.device is None or not want.HasField("device"):
+            return None
+        if slab.latest is None or pin.copy.step != slab.latest:
+            # The bytes are those of an earlier step, which the next use does not want any more.
+            return None
+        return session.device.place(slab, slab.nbytes, _next_use(want))
+
+    def end_place(self, session: Session, slab: Slab, range_: DeviceRange, *, is_kept: bool) -> None:
+        """Take note whether a session has copied a slab's bytes to the range of `place`."""
+        if session.device is not None:
+            session.device.release(slab, range_, is_kept=is_kept)
+
+    def release(self, session: Session, leased: DeviceLease) -> None:
+        """End a lease on a copy."""
+        del session.device_leases[leased.lease_id]
+        if session.device is not None:
+            session.device.release(leased.slab, leased.range_)
+
+    def has(self, session: Session, job: Job, group: str, kind: Kind) -> bool:
+        """Return whether a session has the newest bytes of a slab on its device, and no write is replacing them.
+
+        Raises:
+            NotFoundError: the job has no such slab.
+        """
+        if session.device is None:
+            return False
+        slab = self._engine.newest_slab(job, group, kind, None)
+        return slab is not None and session.device.has(slab)
+
+    def forget(self, session: Session) -> None:
+        """Forget all copies of a session that ends."""
+        session.device_leases.clear()
+        if session.device is not None:
+            self._engine.gpu.close_memory(session.device)
+            session.device = None
+
+
+def _next_use(want: pb.AcquireLeasesRequest.Want) -> float:
+    given = want.device
+    return convert.position(given.next_use, "wants.device.next_use") if given.HasField("next_use") else NEVER
