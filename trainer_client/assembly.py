@@ -148,6 +148,7 @@ def _make_parts(
         run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
+        device_copies=job.device_copies,
         reporter=_make_reporter(user, rank, job, residency, traces),
     )
 

@@ -432,6 +432,7 @@ class Engine(EngineStates):
     ) -> None:
         """Move states from this rank's device into host memory, to leave the device to another program for a while.
 
+        With the parameters (`lp_params`), the memory of `paramserver.gpu_budget` is given back for that time, too.
         Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
         store has anyway does not move. On the CPU, the call makes a copy all the same.
 
@@ -457,6 +458,8 @@ class Engine(EngineStates):
         self._hooks.begin_offload()
         which: Container[DeviceState] = list(DeviceState) if include is None else include
         try:
+            if DeviceState.lp_params in which:
+                self._device_copies.withdraw()
             self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
         except BaseException:
             self._hooks.end_offload()
@@ -466,6 +469,7 @@ class Engine(EngineStates):
         """Move the states that `offload_states` has moved back to the device. Without effect if there are none."""
         if self._hooks.phase is Phase.OFFLOADED:
             self._offload.reload(non_blocking=non_blocking)
+            self._device_copies.restore()
             self._hooks.end_offload()
 
     def state_devices(self, state: DeviceState) -> set[torch.device]:
@@ -484,6 +488,30 @@ class Engine(EngineStates):
         self.close()
 
     # Functions that DeepSpeed does not have
+
+    def set_gpu_budget(self, nbytes: int) -> None:
+        """Change `paramserver.gpu_budget` of this rank, between two steps.
+
+        With less than before, copies of parameters leave the device, and their memory is given back to torch. Use this,
+        for example, before a phase with longer sequences. No effect on the CPU.
+
+        Raises:
+            ConfigError: the number is negative.
+            PhaseError: a forward waits for its backward, or a pass or a step is under way.
+            RuntimeError: the engine is closed, or parameters are held by `gathered`.
+            StoreError: the store refused or failed the call.
+            torch.OutOfMemoryError: the device has too little memory for a larger budget.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"set_gpu_budget({nbytes}): write a number of bytes, 0 for no copies on the device")
+        self._require_open()
+        if self._access.is_holding:
+            raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
+        self._hooks.begin_offload()
+        try:
+            self._device_copies.offer(nbytes)
+        finally:
+            self._hooks.end_offload()
 
     def give_up_model(self) -> None:
         """Make the model a plain one, between two steps.

@@ -23,6 +23,7 @@ from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.run_state import Progress, RunState
 from trainer_client.run.state_offload import StateOffload
@@ -53,6 +54,7 @@ class EngineParts:
     run_state: RunState
     checkpoints: Checkpoints
     offload: StateOffload
+    device_copies: DeviceCopies
     reporter: Reporter
 
 
@@ -94,6 +96,7 @@ class EngineCore(EngineGetters):
         self._micro_batches = parts.micro_batches
         self._reporter = parts.reporter
         self._offload = parts.offload
+        self._device_copies = parts.device_copies
         self._resources = resources
         self._closed = False
         self._was_step_applied = False

@@ -16,7 +16,7 @@ class Home(enum.StrEnum):
     """The trainer's own memory, on the engine's device."""
 
     GPU = "gpu"
-    """The store's GPU tier, which no daemon has yet."""
+    """The store's gpu tier, which has copies only, so it is refused as a home."""
 
     HOST = "host"
     """The store's shared memory."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.device import CPU, kind_of
 from trainer_client.section import Section, mark_of
 from trainer_client.standing import WithoutEffect
 
@@ -77,8 +78,13 @@ def _is_switched_off(value: Any) -> bool:
 
 
 def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that have no effect because of other keys of this config."""
+    """Yield the keys that have no effect because of other keys of this config, or of the device of the ranks."""
     stage = config.zero_optimization.stage
+    if config.paramserver.gpu_budget:
+        if stage < 3:
+            yield "paramserver.gpu_budget", f"at stage {stage} the whole parameters are on the device anyway"
+        elif kind_of(config.paramserver.device) == CPU:
+            yield "paramserver.gpu_budget", "the ranks compute on the CPU, which maps the store's memory"
     for name, section in config.offloads().items():
         if section.device != "none" and stage < _OFFLOAD_STAGES[name]:
             yield name, f"at stage {stage} every rank keeps this state on its device"

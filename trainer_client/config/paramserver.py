@@ -227,6 +227,13 @@ class ParamserverSection(Section):
         "beside the host; `auto`: where that is possible, with one warning where it fails; true: a rank without a CUDA "
         "device is an error: [performance](performance.md#gpus)",
     )
+    # The value may differ between ranks, because their devices may have different memory.
+    gpu_budget: Annotated[ByteSize, Agreement.NONE] = Field(
+        default=ByteSize(0),
+        description="memory of each rank's GPU in which the store keeps parameters that are needed again before an "
+        "update changes them, frozen ones above all, so that they are not fetched and copied again; "
+        "[on GPUs](gpus.md#the-gpu-tier)",
+    )
     collective_timeout_seconds: PositiveFloat = Field(
         default=1800.0,
         description="after it, a rank that waits for others raises an error that says where each rank is",

@@ -6,7 +6,9 @@ decide when to gather, because step/hooks.py does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +21,25 @@ from trainer_client.ranks.lockstep import Lockstep
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore, SlabName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reuse:
+    """When the bytes that a gather reads are needed again, by which the store chooses what stays on the device.
+
+    Attributes:
+        before_update: the position of the next use of the unit before an update; None: there is none, or it is not
+            known.
+        at_all: the position of the next use of the unit, which may come after an update. Frozen parameters have the
+            same bytes then.
+    """
+
+    before_update: int | None
+    at_all: int | None
+
+    def of(self, group: FlatGroup) -> int | None:
+        """Return the position at which the present bytes of a group are needed again."""
+        return self.before_update if group.trainable else self.at_all
 
 
 class Gather(Protocol):
@@ -34,8 +55,16 @@ class Gather(Protocol):
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
         """Return the total bytes of the slabs that `start` leases."""
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
-        """Request the leases, and return their future; None if there is nothing to lease. It does not wait."""
+    def start(
+        self, groups: Sequence[FlatGroup], position: int, reuse: Reuse | None = None
+    ) -> Pending[list[LeasedBytes]] | None:
+        """Request the leases, and return their future; None if there is nothing to lease. It does not wait.
+
+        Args:
+            groups: the groups of the unit.
+            position: the position of the use.
+            reuse: when the bytes are needed again; None: they are not kept on the device.
+        """
 
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
         """Fill the flat buffers with the leased bytes; on an accelerator, begin to do so, see Lanes.
@@ -74,10 +103,13 @@ class CollectiveGather:
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
         return sum(group.partition_bytes for group in groups if group.partition is None)
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
+    def start(
+        self, groups: Sequence[FlatGroup], position: int, reuse: Reuse | None = None
+    ) -> Pending[list[LeasedBytes]] | None:
         self._lockstep.announce(groups[0].unit)
         slabs = self.slabs(groups)
-        return self._store.acquire_read(slabs, position) if slabs else None
+        next_uses = None if reuse is None else [reuse.of(group) for group in groups if group.partition is None]
+        return self._store.acquire_read(slabs, position, next_uses) if slabs else None
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
@@ -88,11 +120,16 @@ class CollectiveGather:
         fetched = iter(leases)
         for group in groups:
             leased = next(fetched) if group.partition is None else None
-            source, pieces = (group.partition, WHOLE) if leased is None else (leased.data, leased.pieces())
+            source, pieces = (group.partition, WHOLE) if leased is None else _source(leased, group.dtype)
             assert source is not None, "a partition is leased, or on the device"
             group.allocate()
-            with self._lanes.gathering(group.flat, group.start, group.stop, source, pieces) as (whole, partition):
+            with (
+                _in_order(leased),
+                self._lanes.gathering(group.flat, group.start, group.stop, source, pieces) as (whole, partition),
+            ):
                 self._collectives.gather_unit(whole, partition, f"the gather of {unit}")
+            if leased is not None and leased.keep is not None:
+                leased.keep.keep(group.flat[group.start : group.stop])
         return []
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
@@ -122,8 +159,13 @@ class OneSidedGather:
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
         return sum(group.whole_bytes for group in groups)
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
-        return self._store.acquire_read(self.slabs(groups), position)
+    def start(
+        self, groups: Sequence[FlatGroup], position: int, reuse: Reuse | None = None
+    ) -> Pending[list[LeasedBytes]]:
+        next_uses = None
+        if reuse is not None:
+            next_uses = [reuse.of(group) for group in groups for _ in range(self._world_size)]
+        return self._store.acquire_read(self.slabs(groups), position, next_uses)
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
@@ -137,8 +179,27 @@ class OneSidedGather:
                     mapped.append(leased)
                     continue
                 first, last = group.slot_table.partition_range(rank)
-                self._lanes.copy_in(group.flat[first:last], leased.data, leased.pieces())
+                source, pieces = _source(leased, group.dtype)
+                with _in_order(leased):
+                    if leased.on_device is not None:
+                        group.flat[first:last].copy_(source)
+                    else:
+                        self._lanes.copy_in(group.flat[first:last], source, pieces)
+                if leased.keep is not None:
+                    leased.keep.keep(group.flat[first:last])
         return mapped
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
         """Do nothing, because no other rank takes part in a gather."""
+
+
+def _source(leased: LeasedBytes, dtype: torch.dtype) -> tuple[torch.Tensor, Iterable[slice]]:
+    """Return a leased partition as lanes take it: elements on the device, or bytes in host memory and the pieces."""
+    if leased.on_device is not None:
+        return leased.data.view(dtype), WHOLE
+    return leased.data, leased.pieces()
+
+
+def _in_order(leased: LeasedBytes | None) -> AbstractContextManager[None]:
+    """Enclose the use of a partition that may be in the memory that this rank has offered to the store."""
+    return nullcontext() if leased is None or leased.on_device is None else leased.on_device.memory.in_order()

@@ -148,8 +148,8 @@ def _shares(kind: str, given: Shares) -> Shares:
     shares = _without_zeros(given)
     if Home.GPU in shares:
         raise ConfigError(
-            f'{key} is "gpu": the daemons of this version have no GPU tier; write "device" for the trainer\'s own GPU '
-            'memory, "host" or "nvme"'
+            f'{key} is "gpu": the store keeps no state on the gpu tier only; write "device" for a home in the GPU\'s '
+            'memory, or "host" or "nvme" and paramserver.gpu_budget for copies in it'
         )
     return shares
 

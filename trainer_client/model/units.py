@@ -13,7 +13,7 @@ from functools import partial
 
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.gather import Gather
+from trainer_client.model.gather import Gather, Reuse
 from trainer_client.model.placement import Residence
 from trainer_client.model.unit_policy import UnitSpec
 from trainer_client.transport.channel import Pending
@@ -46,11 +46,13 @@ class GatherCost:
 
     Attributes:
         waited_seconds: time that this thread waited for the leases, without its own processor time meanwhile.
-        copied_bytes: number of leased bytes that were copied; the others are mapped in place.
+        copied_bytes: number of leased bytes that were copied from host memory.
+        device_bytes: number of leased bytes that were on the device already. All others are mapped in place.
     """
 
     waited_seconds: float = 0.0
     copied_bytes: int = 0
+    device_bytes: int = 0
 
 
 class Unit:
@@ -122,13 +124,18 @@ class Unit:
         """Return the slabs that a gather of the unit leases."""
         return self._gather.slabs(self.groups)
 
-    def start_gather(self, position: int) -> None:
-        """Request leases on the parameters, if the unit is SHARDED. It does not wait."""
+    def start_gather(self, position: int, reuse: Reuse | None = None) -> None:
+        """Request leases on the parameters, if the unit is SHARDED. It does not wait.
+
+        Args:
+            position: the position of the use.
+            reuse: when the same bytes are needed again; None: they are not kept on the device.
+        """
         if self.state is not UnitState.SHARDED:
             return
         with self._gathering():
             if self.groups:
-                self._pending = self._gather.start(self.groups, position)
+                self._pending = self._gather.start(self.groups, position, reuse)
             self.state = UnitState.FETCHING
 
     @property
@@ -194,7 +201,12 @@ class Unit:
         self._copied = bool(copied)
         self._lanes.poll()
         waited = pending.waited_seconds if pending else 0.0
-        return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
+        on_device = sum(leased.data.nbytes for leased in copied if leased.on_device is not None)
+        return GatherCost(
+            waited_seconds=waited,
+            copied_bytes=sum(leased.data.nbytes for leased in copied) - on_device,
+            device_bytes=on_device,
+        )
 
     def _wait_for(self, pending: Pending[list[LeasedBytes]]) -> list[LeasedBytes]:
         """Wait for the leases of a gather, and return them."""

@@ -15,6 +15,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.states import placement_bytes
+from trainer_client.transport.device_memory import room_for
 
 # The root, the unit that computes, and the next one are gathered at once.
 _UNITS_AT_ONCE = 3
@@ -36,23 +37,26 @@ class DeviceNeed:
     Attributes:
         homes: bytes of parameters, gradients and optimizer whose home is the device.
         units: bytes of the largest units that are gathered at once.
+        copies: bytes that the rank offers to the store for copies of parameters.
     """
 
     homes: Mapping[str, int]
     units: int
+    copies: int = 0
 
     @property
     def nbytes(self) -> int:
         """All of them."""
-        return sum(self.homes.values()) + self.units
+        return sum(self.homes.values()) + self.units + self.copies
 
 
-def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlacement]) -> DeviceNeed:
+def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlacement], copies: int = 0) -> DeviceNeed:
     """Return what one rank needs.
 
     Args:
         units: the flat groups of each unit, which may be on the meta device.
         placed: the placement of each group, by its name.
+        copies: see DeviceNeed.
     """
     units = [list(groups) for groups in units]
     homes = placement_bytes(_PlacedGroup(group=group, placement=placed[group.name]) for unit in units for group in unit)
@@ -63,7 +67,24 @@ def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlac
     return DeviceNeed(
         homes={kind: of_home.get(Home.DEVICE.value, 0) for kind, of_home in homes.items()},
         units=sum(heapq.nlargest(_UNITS_AT_ONCE, gathered)),
+        copies=copies,
     )
+
+
+def bytes_of_copies(groups: Iterable[FlatGroup], placed: Mapping[str, GroupPlacement], partitions: int) -> int:
+    """Return the device memory that copies of all parameters take which a rank reads from the store.
+
+    Args:
+        groups: all flat groups, which may be on the meta device.
+        placed: the placement of each group, by its name.
+        partitions: how many partitions of each group the rank reads in one gather.
+    """
+    read = [
+        group
+        for group in groups
+        if placed[group.name].residence is Residence.SHARDED and placed[group.name].parameters is not Home.DEVICE
+    ]
+    return partitions * sum(room_for(group.partition_bytes) for group in read)
 
 
 def require_room(need: DeviceNeed, device: str, free_bytes: int, total_bytes: int) -> None:
@@ -81,10 +102,13 @@ def require_room(need: DeviceNeed, device: str, free_bytes: int, total_bytes: in
     if need.nbytes <= free_bytes:
         return
     kept = ", ".join(f"{kind} {nbytes / _GIB:.2f}" for kind, nbytes in need.homes.items() if nbytes)
+    if need.copies:
+        kept += f"{', ' if kept else ''}paramserver.gpu_budget {need.copies / _GIB:.2f}"
     raise ConfigError(
         f"{device} has {free_bytes / _GIB:.2f} of {total_bytes / _GIB:.2f} GiB free, and this job needs "
         f"{need.nbytes / _GIB:.2f} GiB there before any activation ({kept + ', ' if kept else ''}units that are "
         f"gathered at once {need.units / _GIB:.2f}): set zero_optimization.stage 3 with offload_param and "
         "offload_optimizer, or paramserver.placement, to host memory or nvme, make the units smaller "
-        "(paramserver.units), use more ranks, or free memory that other programs and tensors hold"
+        "(paramserver.units), use more ranks, lower paramserver.gpu_budget, or free memory that other programs and "
+        "tensors hold"
     )

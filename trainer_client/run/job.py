@@ -22,15 +22,17 @@ from trainer_client.config.home import Home
 from trainer_client.device import CPU, memory_bytes
 from trainer_client.errors import ConfigError, JobConflictError, OtherModelError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
+from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
-from trainer_client.model.placement import PlacementPolicy
+from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.declaration import assign, flat_groups, open_request
-from trainer_client.run.device_budget import need_of, require_room
+from trainer_client.run.device_budget import bytes_of_copies, need_of, require_room
+from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
@@ -67,6 +69,7 @@ class Job:
         resumed_state: the client state of that commit for this rank; None for a new job.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
         layout: the name of the job's layout in the stores.
+        device_copies: the memory of this rank's device that the store may use for copies of parameters.
         handed_over_step: for a new job or layout, the commit that its states are handed over for, and that has to be
             made first; None: the states are committed already.
     """
@@ -140,6 +143,12 @@ class Job:
         if self.resumed_state is not None:
             load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
+        most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
+        self.device_copies = DeviceCopies(store, self.lanes, collectives.device, most_bytes)
+        self.device_copies.offer(section.gpu_budget)
+
+    def _bytes_of_copies(self, groups: Sequence[FlatGroup], placed: Mapping[str, GroupPlacement]) -> int:
+        return bytes_of_copies(groups, placed, self._collectives.world_size if self.gather.is_one_sided else 1)
 
     def _within_one_epoch(self, act: Callable[[], T]) -> T:
         """Return the result of `act`, during which no daemon of a rank was restarted. All ranks must call this.
@@ -231,7 +240,10 @@ class Job:
             flat_groups(spec, self._optimizer, self._policy, rank=rank, world_size=size, device=torch.device("meta"))
             for spec in specs
         ]
-        need = need_of(units, assign(list(chain.from_iterable(units)), placement))
+        groups = list(chain.from_iterable(units))
+        placed = assign(groups, placement)
+        copies = min(self._settings.paramserver.gpu_budget, self._bytes_of_copies(groups, placed))
+        need = need_of(units, placed, copies)
         failure: ConfigError | None = None
         if (memory := memory_bytes(device)) is not None:
             try:

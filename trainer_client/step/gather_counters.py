@@ -25,8 +25,9 @@ class UnitGathers:
             announce because the unit was expected and lives in the store's host memory.
         waited_seconds: the stall time between the use of a unit and the grant of its leases, without the time that the
             trainer computed meanwhile.
-        fetched_bytes: how many bytes this rank leased.
-        copied_bytes: how many of them were copied on the CPU to where the unit uses them; the rest was mapped.
+        fetched_bytes: how many bytes of host memory this rank leased.
+        copied_bytes: how many of them were copied to where the unit uses them; the rest was mapped.
+        device_bytes: how many bytes were not leased in host memory because this rank has kept them on its device.
     """
 
     gathers: int = 0
@@ -35,6 +36,7 @@ class UnitGathers:
     waited_seconds: float = 0.0
     fetched_bytes: int = 0
     copied_bytes: int = 0
+    device_bytes: int = 0
 
     def add(self, other: UnitGathers) -> None:
         """Add other counts to these."""
@@ -44,6 +46,7 @@ class UnitGathers:
         self.waited_seconds += other.waited_seconds
         self.fetched_bytes += other.fetched_bytes
         self.copied_bytes += other.copied_bytes
+        self.device_bytes += other.device_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

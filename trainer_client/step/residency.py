@@ -15,6 +15,7 @@ from itertools import islice, zip_longest
 from statistics import median
 
 from paramserver.contract.limits import UNITS_MAPPED_AT_ONCE
+from trainer_client.model.gather import Reuse
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
@@ -113,13 +114,13 @@ class Residency:
         position = trace.use(unit.index)
         self._make_room(unit, trace)
         with self._recorder.gathering(unit.fqn):
-            self._gather(unit, position, trace.next_use(unit.index), predicted=predicted)
+            self._gather(unit, position, trace, predicted=predicted)
         self.share(unit, holder)
         following = next(trace.upcoming(), None)
         if following is not None:
             # The leases of the next unit are asked for now, so that its bytes are there when it is used. `upcoming`
             # ends with the step, because leases beyond it would be on the versions before the update.
-            self._start_ahead(self._units[following[0]], following[1])
+            self._start_ahead(self._units[following[0]], following[1], trace)
         self.prefetch(trace)
         self._used_until = time.perf_counter()
 
@@ -215,8 +216,9 @@ class Residency:
             return True
         return not unit.transient_host_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
 
-    def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
+    def _gather(self, unit: Unit, position: int, trace: Trace, *, predicted: bool) -> None:
         """Make the unit's parameters whole, and count the cost."""
+        next_use = trace.next_use(unit.index)
         if unit.state in (UnitState.GATHERED, UnitState.MAPPED_IDLE, UnitState.RESIDENT):
             unit.wait_gather(next_use)
             return
@@ -226,7 +228,7 @@ class Residency:
         self._ahead = None
         self._told.discard(unit.index)
         self._make_room_in_store(unit)
-        unit.start_gather(position)
+        unit.start_gather(position, _reuse(unit, position, trace))
         cost = unit.wait_gather(next_use, may_map=self._is_alone or not unit.transient_host_bytes)
         if unit.is_mapped and unit.transient_host_bytes:
             self._transient.append(unit)
@@ -242,15 +244,16 @@ class Residency:
                     hits=int(cost.waited_seconds <= HIT_SECONDS),
                     predicted=int(predicted),
                     waited_seconds=cost.waited_seconds,
-                    fetched_bytes=unit.leased_bytes,
+                    fetched_bytes=unit.leased_bytes - cost.device_bytes,
                     copied_bytes=cost.copied_bytes,
+                    device_bytes=cost.device_bytes,
                 ),
             )
 
-    def _start_ahead(self, unit: Unit, position: int) -> None:
+    def _start_ahead(self, unit: Unit, position: int, trace: Trace) -> None:
         """Ask for the leases of a unit before its use, unless it is gathered."""
         if unit.state is UnitState.SHARDED:
-            unit.start_gather(position)
+            unit.start_gather(position, _reuse(unit, position, trace))
             self._ahead = unit
 
     def _make_room_in_store(self, unit: Unit) -> None:
@@ -323,3 +326,11 @@ class Residency:
         # A unit that lives in the store's host memory is there for good once it was used.
         is_elsewhere = unit.transient_host_bytes > 0 or unit.index not in self._was_gathered
         return unit.state is UnitState.SHARDED and unit.partition_bytes > 0 and is_elsewhere
+
+
+def _reuse(unit: Unit, position: int, trace: Trace) -> Reuse:
+    """Return when the bytes that a unit's use at `position` reads are needed again."""
+    return Reuse(
+        before_update=trace.use_after(unit.index, position, before_update=True),
+        at_all=trace.use_after(unit.index, position, before_update=False),
+    )

@@ -101,6 +101,25 @@ class Trace:
         uses = [self._own_next_use(unit), self._amid.next_use(unit) if self._amid is not None else None]
         return min((use for use in uses if use is not None), default=None)
 
+    def use_after(self, unit: int, position: int, *, before_update: bool) -> int | None:
+        """Return the position at which a unit is expected again after its use at `position`; None if it is not.
+
+        Args:
+            unit: the unit.
+            position: of its present use, or of its next one.
+            before_update: leave out the uses after the next update of the trainable parameters.
+        """
+        # The index in _expected of the use at `position`.
+        index = self._cursor + position - self._clock.now - 1
+        places = self._places.get(unit, [])
+        following = bisect_left(places, index + 1)
+        if following < len(places):
+            return position + places[following] - index
+        uses = [] if self._amid is None else [self._amid.next_use(unit)]
+        if places and not (before_update and self.ends_in_update):
+            uses.append(position + len(self._expected) - index + places[0])
+        return min((use for use in uses if use is not None), default=None)
+
     def _own_next_use(self, unit: int) -> int | None:
         places = self._places.get(unit)
         if not places:

@@ -17,6 +17,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.device import CPU
 from trainer_client.transport.arena import Arena
 from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.transport.device_memory import DeviceBytes
 from trainer_client.transport.mapping import FileRange
 from trainer_client.transport.pinning import Pins, slices_of
 from trainer_client.transport.streams import Streams
@@ -37,11 +38,15 @@ class LeasedBytes:
     Attributes:
         lease_id: the store's id of the lease, unique within its session.
         version: for a read lease, the step that the bytes belong to.
-        data: the bytes, a 1-D uint8 tensor on the CPU; valid until the lease is released.
+        data: the bytes, a 1-D uint8 tensor on the CPU, or on the device (see `on_device`); valid until the lease is
+            released.
         plane: the data plane of the session that the lease belongs to.
         source: the file range from which the bytes can be mapped while `data` is referenced; None: mapping is not
             possible.
         place: where the bytes are in the arena, if the arena is registered with a device; else None.
+        on_device: the range of this rank's device memory that `data` is; None: the bytes are in host memory.
+        keep: a range of this rank's device memory to which the bytes are copied, too, before the lease is released with
+            `RankStore.release`; None: they are not kept there.
     """
 
     lease_id: int
@@ -50,6 +55,8 @@ class LeasedBytes:
     plane: Plane
     source: FileRange | None = None
     place: Place | None = None
+    on_device: DeviceBytes | None = None
+    keep: DeviceBytes | None = None
 
     @property
     def is_pinned(self) -> bool:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
+import torch
 
 from paramserver.contract.bearer import TraceParent
 from paramserver.contract.kinds import GRAD
@@ -26,6 +28,7 @@ from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.transport.device_memory import DeviceMemory
 from trainer_client.transport.journal import (
     Applied,
     Derived,
@@ -101,6 +104,9 @@ class RankStore:
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self.trace_parent = trace_parent
         self._wait_for_copies: Callable[[], None] = lambda: None
+        # The memory of this rank's device that the store may use for copies, and the attachment that knows of it.
+        self._device_memory: DeviceMemory | None = None
+        self._offered_to: Attachment | None = None
         attach = partial(
             Attachment,
             address,
@@ -298,10 +304,58 @@ class RankStore:
         """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
         self._as_of_step = step
 
-    def acquire_read(self, slabs: Iterable[SlabName], position: int) -> Pending[list[LeasedBytes]]:
+    def offer_device_memory(self, device: torch.device, nbytes: int) -> None:
+        """Offer `nbytes` of this rank's device to the store for copies of slabs, instead of what was offered before.
+
+        The caller has released all leases on slabs. With less memory than before, the store drops the copies that do
+        not fit any more.
+
+        Raises:
+            StoreError: the store refused or failed the call.
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        memory = self._device_memory
+        if memory is None:
+            memory = DeviceMemory(device, nbytes)
+        elif nbytes > memory.nbytes:
+            memory.resize(nbytes)
+        request = pb.OfferDeviceMemoryRequest(size_bytes=nbytes, device=str(device))
+
+        def act(at: Attachment) -> Attachment:
+            at.call(at.stub.OfferDeviceMemory, request)
+            return at
+
+        offered_to = self._attachments.retry_over_restarts(act)
+        if self._device_memory is not None and self._offered_to is not offered_to:
+            memory.renew()
+        self._device_memory, self._offered_to = memory, offered_to
+        if nbytes < memory.nbytes:
+            memory.resize(nbytes)
+
+    def _offer_again(self, at: Attachment) -> DeviceMemory | None:
+        """Offer the device memory to the next daemon, if `at` is an attachment to one, and return the memory."""
+        memory = self._device_memory
+        if memory is not None and self._offered_to is not at:
+            memory.renew()
+            at.send(
+                at.stub.OfferDeviceMemory,
+                pb.OfferDeviceMemoryRequest(size_bytes=memory.nbytes, device=str(memory.device)),
+            )
+            self._offered_to = at
+        return memory
+
+    def acquire_read(
+        self, slabs: Iterable[SlabName], position: int, next_uses: Sequence[int | None] | None = None
+    ) -> Pending[list[LeasedBytes]]:
         """Request read leases, all or none; the result has the order of `slabs`.
 
         The leases show the versions of the step that the last `read_as_of` or `commit` has named.
+
+        Args:
+            position: the position of this use, as in `prefetch`.
+            next_uses: for each slab the position at which the same bytes are needed again, None if that is not known.
+                With them, leases may be on copies in this rank's device memory, or ask for such a copy; see
+                LeasedBytes. Without them, all leased bytes are in host memory.
         """
         wants = [
             pb.AcquireLeasesRequest.Want(
@@ -309,13 +363,19 @@ class RankStore:
             )
             for slab in slabs
         ]
+        if next_uses is not None and self._device_memory is not None:
+            for want, next_use in zip(wants, next_uses, strict=True):
+                want.device.CopyFrom(pb.DeviceUse(next_use=next_use))
 
         where, asked = _unit_of(wants), time.monotonic()
 
-        def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+        def finish(
+            at: Attachment, memory: DeviceMemory | None, response: pb.AcquireLeasesResponse
+        ) -> list[LeasedBytes]:
             began = time.monotonic()
-            leases = [at.plane.open_read(lease) for lease in response.leases]
-            self._recorder.moved(Link.FROM_STORE, where, sum(lease.size_bytes for lease in response.leases), began)
+            leases = [_open_read(at, lease, memory) for lease in response.leases]
+            nbytes = sum(leased.data.nbytes for leased in leases if leased.on_device is None)
+            self._recorder.moved(Link.FROM_STORE, where, nbytes, began)
             return leases
 
         def waited(response: pb.AcquireLeasesResponse, began: float, ended: float) -> None:
@@ -326,10 +386,11 @@ class RankStore:
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
             self._attachments.wait_for_voted_commit()
+            memory = self._offer_again(at)
             future = _acquire(at, wants)
             if self._recorder.is_tracing:
                 future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
-            return Pending(future, partial(finish, at), waited, partial(_release_granted, at))
+            return Pending(future, partial(finish, at, memory), waited, partial(_release_granted, at))
 
         # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
         return RepeatedCall(self._attachments, ask)
@@ -385,7 +446,7 @@ class RankStore:
         Leases of a daemon that is gone are skipped, because they ended with it.
 
         Args:
-            leases: the leases to release.
+            leases: the leases to release. Those with `keep` have been copied there.
             next_use: the position at which their bytes are needed next, as in `prefetch`; None: unknown.
         """
         leases = list(leases)
@@ -393,7 +454,12 @@ class RankStore:
         def release_own(at: Attachment) -> Pending[None]:
             own = [leased for leased in leases if at.owns(leased)]
             return at.release(
-                [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in own]
+                [
+                    pb.ReleaseLeasesRequest.Release(
+                        lease_id=leased.lease_id, next_use=next_use, kept=leased.keep is not None
+                    )
+                    for leased in own
+                ]
             )
 
         return RepeatedCall(self._attachments, release_own)
@@ -575,6 +641,19 @@ class RankStore:
 def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
     at.check()
     return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
+
+
+def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> LeasedBytes:
+    """Return a read lease with its bytes, in host memory or in the memory of this rank's device."""
+    if memory is not None and lease.HasField("device"):
+        found = memory.range(lease.device, lease.size_bytes)
+        return LeasedBytes(
+            lease_id=lease.lease_id, version=lease.version, data=found.data, plane=at.plane, on_device=found
+        )
+    leased = at.plane.open_read(lease)
+    if memory is not None and lease.HasField("keep"):
+        return replace(leased, keep=memory.range(lease.keep, lease.size_bytes))
+    return leased
 
 
 def _release_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:

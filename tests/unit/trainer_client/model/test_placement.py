@@ -71,7 +71,7 @@ def test_an_offload_that_the_stage_does_not_have_is_ignored_as_in_deepspeed() ->
     [
         (1, {"parameters": "host"}, {}, ["stage is 1", "placement.parameters", "needs stage 3"]),
         (0, {"optimizer": "nvme"}, {}, ["stage is 0", "placement.optimizer", "needs stage 1, 2 or 3"]),
-        (3, {"optimizer": "gpu"}, {}, ["paramserver.placement.optimizer", "no GPU tier", '"device"']),
+        (3, {"optimizer": "gpu"}, {}, ["paramserver.placement.optimizer", "paramserver.gpu_budget", '"device"']),
         (3, {"gradients": "nvme"}, {}, ["paramserver.placement.gradients", "never go through NVMe", '"host"']),
         (3, {"optimizer": {"host": 0.3, "nvme": 0.6}}, {}, ["paramserver.placement.optimizer", "sum to 0.9"]),
         (3, {"optimizer": "disk"}, {}, ["paramserver.placement.optimizer", "'disk'", "'nvme'"]),

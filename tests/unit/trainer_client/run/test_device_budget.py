@@ -12,7 +12,7 @@ from trainer_client.model.parameters import list_parameters
 from trainer_client.model.placement import PlacementPolicy
 from trainer_client.model.unit_policy import find_units
 from trainer_client.run.declaration import assign, flat_groups
-from trainer_client.run.device_budget import DeviceNeed, need_of, require_room
+from trainer_client.run.device_budget import DeviceNeed, bytes_of_copies, need_of, require_room
 from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_optimizer import make_optimizer
 
@@ -47,14 +47,17 @@ def need(stage: int, optimizer: str, parameters: str = "device") -> DeviceNeed:
         flat_groups(spec, made, precision, rank=0, world_size=2, device=META) for spec in find_units(model, listed)
     ]
     groups = [group for unit in units for group in unit]
-    return need_of(units, assign(groups, PlacementPolicy.of(config)))
+    placed = assign(groups, PlacementPolicy.of(config))
+    return need_of(units, placed, bytes_of_copies(groups, placed, 1))
 
 
 def test_stage_3_with_everything_in_the_store_needs_its_three_largest_units() -> None:
     found = need(3, "host", "host")
 
     assert found == DeviceNeed(
-        homes={"parameters": 0, "gradients": 0, "optimizer": 0}, units=4 * (LARGE + BLOCK + BLOCK)
+        homes={"parameters": 0, "gradients": 0, "optimizer": 0},
+        units=4 * (LARGE + BLOCK + BLOCK),
+        copies=2 * (4 * BLOCK + LARGE + ROOT),
     )
 
 
@@ -69,11 +72,15 @@ def test_what_lives_on_the_device_is_counted() -> None:
     assert at_home.units == 4 * (LARGE + BLOCK + BLOCK)
     assert whole.homes == {"parameters": 4 * elements, "gradients": 2 * elements, "optimizer": 4 * elements}
     assert whole.units == 0
+    # Parameters that are on the device anyway have no copies there.
+    assert (at_home.copies, whole.copies) == (0, 0)
 
 
 def test_a_job_that_does_not_fit_is_refused_with_the_figures_and_the_keys() -> None:
     gib = 1 << 30
-    wanted = DeviceNeed(homes={"parameters": 3 * gib, "gradients": 0, "optimizer": 12 * gib}, units=gib // 2)
+    wanted = DeviceNeed(
+        homes={"parameters": 3 * gib, "gradients": 0, "optimizer": 11 * gib}, units=gib // 2, copies=gib
+    )
 
     require_room(wanted, "cuda:1", wanted.nbytes, 24 * gib)
     with pytest.raises(ConfigError) as refused:
@@ -82,7 +89,7 @@ def test_a_job_that_does_not_fit_is_refused_with_the_figures_and_the_keys() -> N
     for part in (
         "cuda:1 has 15.50 of 16.00 GiB free",
         "needs 15.50 GiB",
-        "parameters 3.00, optimizer 12.00, units that are gathered at once 0.50",
+        "parameters 3.00, optimizer 11.00, paramserver.gpu_budget 1.00, units that are gathered at once 0.50",
         "offload_optimizer",
         "paramserver.placement",
         "paramserver.units",

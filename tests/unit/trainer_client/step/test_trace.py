@@ -144,3 +144,28 @@ def test_positions_grow_over_traces_that_share_a_clock() -> None:
     training, inference = Trace(clock), Trace(clock)
 
     assert [training.use(0), inference.use(0), training.use(1)] == [101, 102, 103]
+
+
+def test_a_use_after_the_next_one_may_come_after_an_update() -> None:
+    trace = trained()
+    now = trace.use(0)
+    following = dict(trace.upcoming())[1]
+
+    # STEP is 0 1 2 3 3 2 1: unit 2 now + 2 and now + 5, unit 1 now + 1 and now + 6, unit 0 in the next step again.
+    assert trace.use_after(2, now + 2, before_update=True) == now + 5
+    assert trace.use_after(2, now + 5, before_update=True) is None
+    assert trace.use_after(2, now + 5, before_update=False) == now + len(STEP) + 2
+    assert (following, trace.use_after(1, now + 1, before_update=True)) == (now + 6, now + 6)
+    assert trace.use_after(0, now, before_update=True) is None
+    assert trace.use_after(0, now, before_update=False) == trace.next_use(0)
+    assert trace.use_after(9, now, before_update=False) is None
+
+
+def test_no_update_comes_between_two_forwards_without_gradients() -> None:
+    trace = Trace(Clock(), amid=Trace(Clock()))
+    for unit in (0, 1):
+        trace.use(unit)
+    trace.end()
+    now = trace.use(0)
+
+    assert trace.use_after(0, now, before_update=True) == now + 2
