@@ -8,64 +8,17 @@ several ranks), and the same training at each stage and placement. The suite mak
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.support.daemon import Daemon
-from tests.integration.support.training import MICRO_BATCH, Result, Run, assert_bit_equal, launch
+from tests.integration.support.matrix_cells import PLACES, TRAININGS, run_of
+from tests.integration.support.training import Result, assert_bit_equal, launch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A stage, where its states are stored, and how often the store receives them."""
-
-    stage: int
-    placement: dict[str, Any]
-    durability: str = "step"
-
-
-# In the first places all states are on the device, at every stage. In the later ones the store holds some of them.
-PLACES = {
-    "ddp": Place(stage=0, placement={}, durability="snapshot:2"),
-    "zero-1": Place(stage=1, placement={}, durability="none"),
-    "zero-2": Place(stage=2, placement={"gradients": "host"}),
-    "zero-3": Place(stage=3, placement={}, durability="snapshot:2"),
-    "zero-1 + optimizer nvme": Place(stage=1, placement={"optimizer": "nvme", "gradients": "device"}),
-    "zero-2 + optimizer host": Place(stage=2, placement={"optimizer": "host"}),
-    "zero-3 + everything nvme": Place(stage=3, placement={"parameters": "nvme", "optimizer": "nvme"}),
-    "zero-3 + everything host": Place(stage=3, placement={"parameters": "host", "optimizer": "host"}),
-    "zero-3 + optimizer host": Place(stage=3, placement={"optimizer": "host"}),
-    "zero-3 + parameters nvme": Place(stage=3, placement={"parameters": "nvme"}),
-    "zero-3 + fractions": Place(
-        stage=3,
-        placement={
-            "parameters": {"device": 0.4, "nvme": 0.6},
-            "gradients": {"device": 0.5, "host": 0.5},
-            "optimizer": {"device": 0.3, "host": 0.3, "nvme": 0.4},
-        },
-    ),
-    "zero-2 + fractions": Place(stage=2, placement={"optimizer": {"device": 0.5, "nvme": 0.5}}),
-}
 SOME = ["ddp", "zero-2", "zero-3", "zero-3 + everything nvme", "zero-3 + fractions"]
 FEW = ["ddp", "zero-3 + everything nvme", "zero-3 + fractions"]
 
-_TWICE = Run(with_masters=True, steps=3, clipping=0.5, accumulation=2)
-TRAININGS = {
-    "fp32": Run(with_masters=True, steps=4, clipping=0.5),
-    "fp32, each micro-batch": _TWICE,
-    "fp32, boundary": replace(_TWICE, schedule_of_reduction="boundary"),
-    "fp32, no_sync": replace(_TWICE, schedule_of_reduction="no_sync"),
-    "fp32, by value": replace(_TWICE, clipping=0.0, clipping_value=1e-3),
-    "fp32, poisoned": replace(_TWICE, poisoned_step=1),
-    "bf16": replace(_TWICE, precision="bf16"),
-    "bf16, fp32 sums": replace(_TWICE, precision="bf16", sums_dtype="fp32"),
-    "fp16": replace(_TWICE, precision="fp16", schedule_of_reduction="boundary"),
-    "mixed": replace(_TWICE, model="adapters"),
-    "mixed, fp32 sums": replace(_TWICE, model="adapters", sums_dtype="fp32"),
-}
 # The places to run, by world size and training.
 Cells = dict[int, dict[str, list[str]]]
 
@@ -130,7 +83,10 @@ def matrix_of(cells: Cells, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         def of(world_size: int) -> Matrix:
             if world_size not in made:
                 chosen = [(t, p) for t, places in cells[world_size].items() for p in (None, *places)]
-                runs = [_run(training, place, daemon.address, world_size) for training, place in chosen]
+                runs = [
+                    run_of(training, place, world_size, daemon.address, f"{world_size} {training} {place}")
+                    for training, place in chosen
+                ]
                 directory = root / str(world_size)
                 directory.mkdir()
                 results = launch(runs, world_size, directory, timeout_seconds=LAUNCH_SECONDS)
@@ -138,28 +94,6 @@ def matrix_of(cells: Cells, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             return made[world_size]
 
         yield of
-
-
-def _run(training: str, name: str | None, address: str, world_size: int) -> Run:
-    run = TRAININGS[training]
-    if world_size > 1 and not training.startswith("fp32"):
-        run = replace(run, clipping=0.0)
-    if name is None:
-        return replace(run, through_store=False)
-    place = PLACES[name]
-    return replace(
-        run,
-        config={
-            "train_micro_batch_size_per_gpu": MICRO_BATCH,
-            "zero_optimization": {"stage": place.stage},
-            "paramserver": {
-                "address": address,
-                "job": f"{world_size} {training} {name}",
-                "placement": place.placement,
-                "durability": place.durability,
-            },
-        },
-    )
 
 
 @pytest.mark.timeout(LAUNCH_SECONDS + 60)
