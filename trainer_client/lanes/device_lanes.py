@@ -92,6 +92,10 @@ class Slot:
     def wait_until_drained(self) -> None:
         self._lane.wait_for(self._drained)
 
+    def free(self) -> None:
+        """Free the memory. The caller knows that no stream uses it any more."""
+        self._memory = None
+
     def note_drained(self, event: torch.Event) -> None:
         """Take note of the event after which the slot may be written again."""
         self._drained = event
@@ -316,8 +320,11 @@ class DeviceLanes:
         # torch raises this if the device is lost. It copies nothing any more then.
         with suppress(RuntimeError):
             events = [self._in.mark(), self._comm.mark(), self._out.mark()]
-            while not all(event.query() for event in events) and time.monotonic() < deadline:
+            while not (are_done := all(event.query() for event in events)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+            # Threads of the session, which know these lanes, may end later. Two units of memory must not wait for them.
+            for slot in self._slots if are_done else ():
+                slot.free()
         self._after_in.clear()
         self._copies_out.clear()
         self._used_by_comm.clear()
