@@ -7,7 +7,7 @@ tests/device/test_lanes.py runs some of them, `make mutants` all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from tests.device import lag
 from trainer_client.lanes import device_lanes
 from trainer_client.lanes.device_lanes import CopyOut, DeviceLanes, Slot
 
-DEVICE = torch.device("lag", 0)
+# The device "lag": until `lag.load()`, torch has this name for it.
+DEVICE = torch.device("privateuseone", 0)
 NUMEL = 1 << 12
 UNITS = 5
 
@@ -137,6 +138,54 @@ def run() -> list[float]:
     lanes.finish()
     lanes.close()
     return sorted(results)
+
+
+def run_ends() -> None:
+    """Use lanes where something ends: a gather that fails, what is done after all copies, and `close`.
+
+    The program then declares that the next owner writes to what the copies used, so the device sees what was not waited
+    for.
+    """
+    lanes = device_lanes.DeviceLanes(DEVICE)
+    source, home = torch.ones(NUMEL).pin_memory(), lanes.host_buffer(NUMEL, torch.float32)
+    whole, flat = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL))
+
+    def begin_copies() -> None:
+        with lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, own):
+            gathered[:NUMEL] = own * 2
+        lanes.copy_in(flat, source.view(torch.uint8))
+        lanes.copy_out([(home, flat)])
+
+    def take_over() -> None:
+        for memory in (source, home):
+            lag.host_access(memory, "the next owner of the lease", writes=True)
+
+    with suppress(ArithmeticError), lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, _):
+        gathered.mul_(2)
+        raise ArithmeticError("a collective has failed")
+    begin_copies()
+    lanes.after_copies(take_over)
+    lanes.finish()
+    begin_copies()
+    lanes.close()
+    take_over()
+
+
+def measure_early() -> int:
+    """Return how many measurements of late work are reported before the device is done; it should be none."""
+    lanes, reports = device_lanes.DeviceLanes(DEVICE), list[float]()
+    lanes.stopwatch().stop(lambda *_: None)
+    lag.synchronize()
+    lanes.poll()
+    lag.set_lag(300)
+    stopwatch = lanes.stopwatch()
+    torch.ones(4, device=DEVICE).mul_(2)
+    stopwatch.stop(lambda begin, end: reports.append(end - begin))
+    lanes.poll()
+    early = len(reports)
+    lag.synchronize()
+    lanes.poll()
+    return early if reports and min(reports) >= 0 else 1
 
 
 def _note_mean(results: list[float], home: torch.Tensor) -> None:

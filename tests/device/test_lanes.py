@@ -18,6 +18,13 @@ def test_values_are_right_whatever_is_late(schedule: str) -> None:
     assert lanes_cases.run() == lanes_cases.expected()
 
 
+@pytest.mark.parametrize("schedule", lag.SCHEDULES)
+def test_nothing_uses_memory_any_more_when_lanes_say_so(schedule: str) -> None:
+    lag.SCHEDULES[schedule].use()
+    lanes_cases.run_ends()
+    assert lag.races() == []
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_each_wait_and_each_reference_is_needed(mutant: str) -> None:
     lag.SCHEDULES["all late"].use()

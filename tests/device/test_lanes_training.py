@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config
 
-from tests.device import lag
+from tests.device import lag, matrix, matrix_chains
 from tests.device.lanes_cases import mutated
-from tests.device.training_on_lanes import launch, train
+from tests.device.matrix_cells import PART
+from tests.device.matrix_rank import Task
+from tests.device.training_on_lanes import Lateness, launch, train
 from tests.integration.support import training
-from tests.integration.support.training import Result, Run, assert_bit_equal, store_config
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.matrix_cells import run_of
+from tests.integration.support.model_runs import config_of
+from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
-from trainer_client.step.training_step import TrainingStep
 
 # `make mutants` sets this, to run each case under each schedule; otherwise each case runs under two of them.
 THOROUGH = "PARAMSERVER_ALL_SCHEDULES"
@@ -30,52 +37,92 @@ LATE = [name for name in lag.SCHEDULES if name != "nothing late"]
 SOME_LATE = LATE if os.environ.get(THOROUGH) else ["all late", "random"]
 
 
-def offloaded(directory: Path, stage: int = 3, **homes: str) -> dict[str, Any]:
-    """Return a config; `homes` has the devices of offload_param and offload_optimizer."""
+# Makes the config of a run, which is a job of its own: on a tier, or with other sections than those of that tier.
+Configs = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """The daemon of all runs, because one of each run's own would take more time than the run."""
+    with matrix.store(tmp_path_factory.mktemp("store")) as daemon:
+        yield daemon
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+@pytest.fixture(scope="module")
+def configs(store: Daemon) -> Configs:
+    """The configs of new jobs."""
+    numbers = itertools.count()
+
+    def make(tier: str = "nvme", **sections: Any) -> dict[str, Any]:
+        config = config_of(store.address, f"run-{next(numbers)}", tier)
+        return config | sections | {"paramserver": config["paramserver"] | sections.get("paramserver", {})}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def right(configs: Configs) -> Result:
+    """The result of two steps without lag."""
+    return train(Run(steps=2, config=configs("nvme")), "nothing late")
+
+
+def offloaded(stage: int = 3, **homes: str) -> dict[str, Any]:
+    """Return sections of a config; `homes` has the devices of offload_param and offload_optimizer."""
     sections = {f"offload_{kind}": {"device": home} for kind, home in homes.items()}
-    return store_config(directory, "cpu") | {"zero_optimization": {"stage": stage, **sections}}
+    return {"zero_optimization": {"stage": stage, **sections}}
 
 
-def fractions(directory: Path) -> dict[str, Any]:
-    placement = {
-        "parameters": {"device": 0.4, "nvme": 0.6},
-        "gradients": {"device": 0.5, "host": 0.5},
-        "optimizer": {"device": 0.3, "host": 0.3, "nvme": 0.4},
-    }
-    config = store_config(directory, placement=placement)
-    return config | {"zero_optimization": {"stage": 3}}
+FRACTIONS = {
+    "zero_optimization": {"stage": 3},
+    "paramserver": {
+        "placement": {
+            "parameters": {"device": 0.4, "nvme": 0.6},
+            "gradients": {"device": 0.5, "host": 0.5},
+            "optimizer": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        }
+    },
+}
 
-
-RUNS: dict[str, Callable[[Path], Run]] = {
-    "nvme, clipping": lambda path: Run(steps=3, clipping=0.5, schedule=True, config=store_config(path, "nvme")),
-    "host, early updates": lambda path: Run(steps=3, config=store_config(path, "cpu")),
-    "host, accumulation": lambda path: Run(steps=2, accumulation=3, config=store_config(path, "cpu")),
-    "nvme, bf16, poisoned step": lambda path: Run(
-        steps=3, precision="bf16", poisoned_step=1, config=store_config(path, "nvme")
+RUNS: dict[str, Callable[[Configs], Run]] = {
+    "nvme, clipping": lambda configs: Run(steps=3, clipping=0.5, schedule=True, config=configs("nvme")),
+    "host, early updates": lambda configs: Run(steps=3, config=configs("cpu")),
+    "host, accumulation": lambda configs: Run(steps=2, accumulation=3, config=configs("cpu")),
+    "nvme, bf16, poisoned step": lambda configs: Run(
+        steps=3, precision="bf16", with_masters=True, poisoned_step=1, config=configs("nvme")
     ),
-    "streams": lambda path: Run(steps=2, prefer_streams=True, config=store_config(path, "nvme")),
-    "states on the device": lambda path: Run(steps=2, config=offloaded(path)),
-    "a part of the states on the device": lambda path: Run(steps=2, config=fractions(path)),
-    "stage 2, optimizer in the store": lambda path: Run(steps=2, config=offloaded(path, 2, optimizer="cpu")),
-    "conditional": lambda path: Run(model="conditional", steps=3, config=store_config(path, "nvme")),
+    "streams": lambda configs: Run(steps=2, prefer_streams=True, config=configs("nvme")),
+    "states on the device": lambda configs: Run(steps=2, config=configs(**offloaded())),
+    "a part of the states on the device": lambda configs: Run(steps=2, config=configs(**FRACTIONS)),
+    "stage 2, optimizer in the store": lambda configs: Run(steps=2, config=configs(**offloaded(2, optimizer="cpu"))),
+    "conditional": lambda configs: Run(model="conditional", steps=3, config=configs("nvme")),
+    "nvme, dropout, accumulation": lambda configs: Run(
+        steps=2, dropout=0.1, accumulation=2, clipping=0.5, schedule=True, config=configs("nvme")
+    ),
 }
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_lag_changes_no_bit(case: str, tmp_path: Path) -> None:
-    prompt = train(RUNS[case](tmp_path / "prompt"), "nothing late")
+def test_lag_changes_no_bit_and_they_are_those_of_the_cpu(case: str, configs: Configs) -> None:
+    run = RUNS[case](configs)
+    prompt = train(run, "nothing late")
     assert lag.races() == []
+    if not run.dropout:
+        # The device has another generator than the CPU, and no fused attention.
+        with sdpa_kernel(SDPBackend.MATH):
+            assert_bit_equal(prompt, training.train(replace(run, through_store=False)))
     for schedule in SOME_LATE:
-        late = train(RUNS[case](tmp_path / schedule.replace(" ", "-")), schedule)
+        late = train(RUNS[case](configs), schedule)
         assert lag.races() == []
+        assert run.prefer_streams or lag.most_outstanding() > 10
         assert_bit_equal(late, prompt)
 
 
-def test_sums_that_leave_the_device_between_micro_batches_have_the_same_bits(tmp_path: Path) -> None:
+def test_sums_that_leave_the_device_between_micro_batches_have_the_same_bits(configs: Configs) -> None:
     run = Run(steps=2, accumulation=3, clipping=0.5)
-    stay = train(replace(run, config=store_config(tmp_path / "stay", "cpu")), "nothing late")
+    stay = train(replace(run, config=configs("cpu")), "nothing late")
     with mock.patch.object(gradients, "_SHARE_FOR_SUMS", 0.0):
-        leave = train(replace(run, config=store_config(tmp_path / "leave", "cpu")), "all late")
+        leave = train(replace(run, config=configs("cpu")), "all late")
     assert_bit_equal(leave, stay)
 
 
@@ -88,11 +135,9 @@ def test_sums_that_leave_the_device_between_micro_batches_have_the_same_bits(tmp
         "leases are released at once",
     ],
 )
-def test_training_shows_what_is_left_out(mutant: str, tmp_path: Path) -> None:
-    run = Run(steps=2)
-    right = train(replace(run, config=store_config(tmp_path / "right", "nvme")), "all late")
+def test_training_shows_what_is_left_out(mutant: str, right: Result, configs: Configs) -> None:
     with mutated(mutant):
-        wrong = train(replace(run, config=store_config(tmp_path / "wrong", "nvme")), "all late")
+        wrong = train(Run(steps=2, config=configs("nvme")), "all late")
     races = lag.races()
     lag.clear_races()
     assert races or not is_equal(wrong, right)
@@ -106,43 +151,56 @@ def is_equal(one: Result, other: Result) -> bool:
     return True
 
 
-def test_two_ranks_have_the_same_bits_whatever_is_late(tmp_path: Path) -> None:
-    cases = {
-        "nvme": Run(steps=2, clipping=0.5, config=store_config(tmp_path / "nvme", "nvme")),
-        "host": Run(steps=2, accumulation=2, config=store_config(tmp_path / "host", "cpu")),
-    }
-    runs = []
-    for name, run in cases.items():
-        for schedule in ("nothing late", *SOME_LATE):
-            path = tmp_path / f"{name}-{schedule}".replace(" ", "-")
-            section = run.config["paramserver"] | {"state_dir": str(path)}
-            runs.append((replace(run, config=run.config | {"paramserver": section}), schedule))
-    results = launch(runs, 2, tmp_path)
-    each = len(results) // len(cases)
-    for first in range(0, len(results), each):
-        for late in results[first + 1 : first + each]:
-            assert_bit_equal(late, results[first])
+def test_two_ranks_have_the_same_bits_whatever_is_late(configs: Configs, tmp_path: Path) -> None:
+    cases: list[Callable[[], Run]] = [
+        lambda: Run(steps=2, clipping=0.5, config=configs("nvme")),
+        lambda: Run(steps=2, accumulation=2, config=configs("cpu")),
+    ]
+    schedules = ("nothing late", *SOME_LATE)
+    results = launch([(case(), schedule) for case in cases for schedule in schedules], 2, tmp_path)
+    for first in range(0, len(results), len(schedules)):
+        prompt, *late = results[first : first + len(schedules)]
+        for other in late:
+            assert_bit_equal(other, prompt)
 
 
-def test_the_device_allocates_nothing_more_after_the_second_step(tmp_path: Path) -> None:
-    segments: list[int] = []
-    make = TrainingStep.make
-
-    def make_and_count(step: TrainingStep, number: int) -> bool:
-        segments.append(lag.memory_counters().segments)
-        return make(step, number)
-
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_device_allocates_nothing_more_after_the_second_step(ranks: int, store: Daemon, tmp_path: Path) -> None:
+    places = ("zero-3 + everything nvme", "zero-3 + fractions", "zero-1 + optimizer nvme")
+    runs = {p: run_of("fp32, each micro-batch", p, ranks, store.address, f"segments {ranks} {p}") for p in places}
     # Under this schedule the first step has as many tensors on the device at once as any step can have.
-    with mock.patch.object(TrainingStep, "make", make_and_count):
-        train(Run(steps=6, config=store_config(tmp_path / "run", "nvme")), "all late")
-    assert segments[1:] == [segments[1]] * 5
+    late = asdict(Lateness(all_ms=20))
+    tasks = [Task(name=p, run=asdict(replace(run, steps=5)), lateness=late) for p, run in runs.items()]
+    lines, failures = matrix.run_tasks(tasks, ranks, tmp_path)
+    assert failures == []
+    for line in lines:
+        first, second, *others = line["segments"]
+        assert first > 0
+        assert others == [second] * 3, line
+        assert line["left_bytes"] == [0, 0]
+
+
+def test_a_part_of_the_matrix_has_the_same_bits_whatever_is_late(store: Daemon, tmp_path: Path) -> None:
+    """`make device-matrix` has all of it."""
+    report = matrix.Report()
+    matrix.play_cells(PART, 2, 1, tmp_path, store.address, report, brief=False)
+    found = report.conclude()
+    assert found["problems"] == []
+    assert found["runs"] == {"2 ranks": 4 * len(PART)}
+
+
+def test_a_job_that_is_killed_under_late_copies_has_the_bits_of_one_that_is_not(store: Daemon, tmp_path: Path) -> None:
+    name = "killed, 1 rank, nvme"
+    shown = matrix_chains.play(store.address, tmp_path, 0, 1, random.Random(1), [name])
+    assert shown[name]["problems"] == []
+    assert shown[name]["kills"] >= 1
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
-def test_a_forward_without_memory_gives_its_leases_back_and_can_be_repeated(fails_at: int, tmp_path: Path) -> None:
+def test_a_forward_without_memory_gives_its_leases_back_and_can_be_repeated(
+    fails_at: int, right: Result, configs: Configs
+) -> None:
     """Many training loops go on after an error of this kind, with a smaller batch."""
-    run = Run(steps=3)
-    right = train(replace(run, config=store_config(tmp_path / "right", "nvme")), "copies late")
     allocate, calls = FlatGroup.allocate, 0
 
     def allocate_or_fail(group: FlatGroup) -> None:
@@ -164,7 +222,7 @@ def test_a_forward_without_memory_gives_its_leases_back_and_can_be_repeated(fail
         mock.patch.object(FlatGroup, "allocate", allocate_or_fail),
         mock.patch.object(Engine, "forward", forward_again),
     ):
-        repeated = train(replace(run, config=store_config(tmp_path / "repeated", "nvme")), "copies late")
+        repeated = train(Run(steps=2, config=configs("nvme")), "copies late")
     assert calls > fails_at
     assert_bit_equal(repeated, right)
 
@@ -180,14 +238,14 @@ def recording(spans: list[lag.Span], **bytes_per_second: float) -> ExitStack:
     return recorder
 
 
-def test_copies_run_under_the_computation(tmp_path: Path) -> None:
+def test_copies_run_under_the_computation(configs: Configs) -> None:
     """In virtual time, for the eight blocks; the root's gradient is the last one, with nothing left to run under."""
     spans: list[lag.Span] = []
     speeds = {"COMPUTE": 4e8, "TO_DEVICE": 2e8, "TO_HOST": 2e8}
     deeper = mock.patch.object(training, "GPT2Config", lambda **fields: GPT2Config(**fields | {"n_layer": 8}))
     with deeper:
-        config = store_config(tmp_path / "run", "nvme")
-        train(Run(steps=3, config=config), "nothing late", lambda: recording(spans, **speeds), guarded=False)
+        run = Run(steps=3, config=configs("nvme"))
+        train(run, "nothing late", lambda: recording(spans, **speeds), guarded=False)
     end = max(span.end for span in spans if span.engine == lag.Engine.COMPUTE)
     kernels = [span for span in spans if span.engine == lag.Engine.COMPUTE]
     copies = [span for span in spans if span.nbytes > 150_000 and span.begin < end]
@@ -197,10 +255,10 @@ def test_copies_run_under_the_computation(tmp_path: Path) -> None:
         assert lag.hidden_share([*kernels, *of_blocks], {engine}) > 0.9
 
 
-def test_accumulated_gradients_leave_the_device_once_in_a_step(tmp_path: Path) -> None:
+def test_accumulated_gradients_leave_the_device_once_in_a_step(configs: Configs) -> None:
     def copied(accumulation: int) -> float:
         spans: list[lag.Span] = []
-        run = Run(steps=1, accumulation=accumulation, config=store_config(tmp_path / str(accumulation)))
+        run = Run(steps=1, accumulation=accumulation, config=configs("nvme"))
         train(run, "nothing late", lambda: recording(spans, TO_HOST=1e9), guarded=False)
         return sum(span.nbytes for span in spans if span.engine == lag.Engine.TO_HOST)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,23 +23,65 @@ from tests.device.guarded_arena import guarded_arena
 from tests.integration.support import training
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import Result, Run
+from trainer_client.lanes.device_lanes import DeviceLanes
 from trainer_client.transport.pinning import DRIVERS, Driver, PinError
+
+# The lanes of a rank that can be late alone, and where DeviceLanes has them.
+LANES = {"in": "_in", "comm": "_comm", "out": "_out"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lateness:
+    """How late the streams of a rank are.
+
+    Attributes:
+        all_ms, random_ms, seed, compute_ms: see lag.Schedule.
+        lane_ms: the lag of a lane, by a name of LANES, instead of `all_ms`.
+    """
+
+    all_ms: float = 0
+    random_ms: float = 0
+    seed: int = 0
+    compute_ms: float | None = None
+    lane_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Make the device, and the lanes that are made meanwhile, as late as this says."""
+        schedule = lag.Schedule(
+            all_ms=self.all_ms, random_ms=self.random_ms, seed=self.seed, compute_ms=self.compute_ms
+        )
+        schedule.use()
+        make = DeviceLanes.__init__
+
+        def make_late(lanes: DeviceLanes, device: torch.device) -> None:
+            make(lanes, device)
+            for name, milliseconds in self.lane_ms.items():
+                lag.set_lag(milliseconds, getattr(lanes, LANES[name]).stream)
+
+        with mock.patch.object(DeviceLanes, "__init__", make_late):
+            yield
 
 
 def train(
-    run: Run, schedule: str, meanwhile: Callable[[], AbstractContextManager[Any]] = nullcontext, *, guarded: bool = True
+    run: Run,
+    lateness: str | Lateness,
+    meanwhile: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    guarded: bool = True,
 ) -> Result:
-    """Train through the store on the device, while it is late as the schedule says.
+    """Train through the store on the device, while it is late.
 
     Args:
+        lateness: a name of lag.SCHEDULES, or more details.
         meanwhile: makes a context around the training.
         guarded: see guarded_arena.py.
     """
     lag.reset()
-    lag.SCHEDULES[schedule].use()
+    late = Lateness(**asdict(lag.SCHEDULES[lateness])) if isinstance(lateness, str) else lateness
     # Streams have no leases on shared memory.
     guard = guarded_arena() if guarded and not run.prefer_streams else nullcontext()
-    with _model_on_device(), _registered_arena(), guard, meanwhile():
+    with late.used(), _model_on_device(), _registered_arena(), guard, meanwhile():
         result = training.train_through_store(run)
     lag.synchronize()
     return result
