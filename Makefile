@@ -19,9 +19,9 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts mutants matrix device-tests gpu-proof peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
-  bench-dataplane bench-step bench-scale bench-gpu bench-moe bench-small bench-inference bench-plan plots docs proto lock clean \
-  distclean
+  fuzz readers restarts mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
+  bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-gpu bench-moe \
+  bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,9 +97,18 @@ restarts: N ?= 10
 restarts: venv ## Kill the daemon of a run of two ranks N times and compare the bits (N=10 SEED=...)
 	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
 
-mutants: venv ## Leave out each wait of the copies beside computation, and train under each schedule of lag
+mutants: venv ## Leave out each wait of the copies beside computation, and look whether the simulated device finds it
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
 	  tests/device/test_lanes_training.py
+	$(BIN)/python -m tests.device.mutants
+
+SEEDS ?= 5
+device-matrix: venv ## Train all of the matrix on the simulated device under each lag, with kills and resumes (SEEDS=5)
+	$(BIN)/python -m tests.device.matrix --seeds $(SEEDS) $(if $(SEED),--seed $(SEED))
+
+device-kills: N ?= 100
+device-kills: venv ## Kill N ranks on the simulated device, or their daemons, and look for what is left (N=100 SEED=...)
+	$(BIN)/python -m tests.device.kills --kills $(N) $(if $(SEED),--seed $(SEED))
 
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix
@@ -171,6 +180,9 @@ bench-inference: venv ## Measure forwards with weights from the store beside pla
 
 bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.planning.plan --results
+
+bench-overlap: venv ## Count which part of the copies to a device runs under its kernels (simulated); updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.overlap --results
 
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots
