@@ -51,7 +51,7 @@ CLIENT_STEPS = 4
 DAEMON_STEPS = 24
 END_SECONDS = 300.0
 SETTLE_SECONDS = 60.0
-# What a job leaves in the store on purpose, from its first client on: cached shards, and open files of its catalog.
+# A job leaves these in the store on purpose, from its first client on: cached shards, and open files of its catalog.
 KEPT = ("used of the host tier", "open files")
 
 

@@ -36,7 +36,7 @@ MODULE = "tests.device.matrix_rank"
 DAEMON = {
     "host_budget": "256MiB",
     "nvme_budget": "8GiB",
-    # What a rank leaves that was killed is free soon.
+    # The store frees soon what a killed rank held.
     "session_grace_seconds": 1.0,
     "late_copy_seconds": 0.5,
 }

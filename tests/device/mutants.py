@@ -27,7 +27,7 @@ from tests.integration.support.ranks import Launch
 
 # A program that runs for longer hangs. On a busy machine all programs of the right code take a third of it.
 HANG_SECONDS = 240.0
-# What a mutant has broken in a store must not last.
+# A mutant may break a store, so after so many of them there is a new one.
 MUTANTS_OF_STORE = 10
 
 # The mutants that change no result, with the reason. The keys are the names of sites.
