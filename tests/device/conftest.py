@@ -10,17 +10,18 @@ Without a C++ compiler the tests are skipped; with PARAMSERVER_REQUIRE_DEVICE=1 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import pytest
 
 from tests.device import lag, native_build
-from tests.integration.support.forked import Forked
 
 ON_DEVICE = "PARAMSERVER_ON_DEVICE"
 REQUIRED = "PARAMSERVER_REQUIRE_DEVICE"
+ROOT = Path(__file__).parents[2]
 # A file's tests together, and the compilation.
 FILE_SECONDS = 1200
 
@@ -44,17 +45,20 @@ class RunOfFile(pytest.Item):
             if os.environ.get(REQUIRED):
                 pytest.fail(f"{error} ({REQUIRED} is set)", pytrace=False)
             pytest.skip(str(error))
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(self.path)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        # torch allows one kind of accelerator in a process.
-        environment = own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": ""}
-        with NamedTemporaryFile(suffix=".log") as log:
-            process = Forked("tests.device.run_file", [str(self.path)], environment=environment, log=Path(log.name))
-            try:
-                code = process.wait(FILE_SECONDS)
-            finally:
-                process.kill()
-            if code != 0:
-                pytest.fail(f"exit code {code}\n{Path(log.name).read_text()}", pytrace=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            # torch allows one kind of accelerator in a process.
+            env=own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            pytest.fail(f"exit code {done.returncode}\n{done.stdout}", pytrace=False)
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, f"{self.path.name}, on the device"
