@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive
+from tests.integration.support.outliving_run import RUN
+from tests.integration.support.training import build_model
 from trainer_client import DaemonRestartedError, Engine, StoreUnavailableError
 
 STEPS = 6
@@ -170,6 +173,34 @@ def test_the_daemon_is_killed_while_a_job_is_resumed(tmp_path: Path, before: int
 
     assert differences(results, whole) == []
     assert_all_went_on(results, least=2)
+
+
+IMPORT = [
+    "before open_job 0",
+    "after open_job 1",
+    "after begin_layout 1",
+    "before register_shards 1",
+    "after acquire_write 2",
+    "before publish 5",
+    "before commit 0",
+    "after commit 1",
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_daemon_is_killed_while_the_checkpoint_of_a_new_job_is_imported(tmp_path: Path, ranks: int) -> None:
+    """Each import that is interrupted leaves nothing, so the job begins with the checkpoint as if nothing had been."""
+    weights = {name: value for name, value in build_model(RUN).state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, tmp_path / "model.safetensors")
+    options: dict[str, Any] = {"steps": 2, "checkpoint": str(tmp_path / "model.safetensors")}
+    config = offloaded(3, "nvme")
+    whole = outlive(make_plan(tmp_path / "whole", config, **options), ranks)
+
+    kills = [(0, moment) for moment in IMPORT]
+    results = outlive(make_plan(tmp_path / "killed", config, **options, kills=kills), ranks)
+
+    assert differences(results, whole) == []
+    assert_all_went_on(results, least=5)
 
 
 def assert_all_went_on(results: Sequence[dict[str, Any]], *, least: int) -> None:

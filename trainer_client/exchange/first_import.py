@@ -1,7 +1,7 @@
 """The import of a checkpoint at the start of a run, if none of the run's stores has a step of the job yet.
 
-The run has the model, and the model says which tensors are buffers and which names are those of tied parameters. This
-module must never import into a job that has steps.
+The run has the model, and the model says which tensors are buffers and which names are those of tied parameters. If the
+daemon is restarted meanwhile, the import begins anew. This module must never import into a job that has steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,21 @@ def import_at_start(
     """
     section = settings.paramserver
     addresses = [store.address, *(section.peers if collectives.rank == 0 else ())]
-    has_steps = any(_has_steps(addresses, section.job, store.credentials))
-    failure: TrainerClientError | None = None
-    if not any(collectives.any_rank([has_steps])) and collectives.rank == 0:
-        try:
+
+    def has_steps() -> bool:
+        return any(_has_steps(addresses, section.job, store.credentials))
+
+    def import_unless_it_has_steps() -> None:
+        if not has_steps():
             _import(source, settings, store, model, parameters)
+
+    failure: TrainerClientError | None = None
+    has_any = store.repeat_over_restarts(has_steps)
+    if not any(collectives.any_rank([has_any])) and collectives.rank == 0:
+        try:
+            # If the daemon is lost, the next one has nothing of the job, so the import begins anew; or it has the
+            # import's commit, if the crash came between the commit and its confirmation.
+            store.repeat_over_restarts(import_unless_it_has_steps)
         except TrainerClientError as error:
             failure = error
     failed = any(collectives.any_rank([failure is not None]))

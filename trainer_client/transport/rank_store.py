@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import torch
@@ -53,6 +53,8 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 KEEPING_DEADLINE_SECONDS = 3600.0
 
 __all__ = ["GroupUpdate", "RankStore", "SlabName", "Value"]
+
+T = TypeVar("T")
 
 
 class RankStore:
@@ -185,6 +187,19 @@ class RankStore:
             return at.epoch
 
         return self._attachments.retry_over_restarts(act)
+
+    def repeat_over_restarts(self, act: Callable[[], T]) -> T:
+        """Call `act`, and call it again each time the daemon was lost meanwhile and the next one is there.
+
+        `act` may use sessions of its own with the same daemon. It must be idempotent.
+
+        Returns:
+            The result of the call of `act` that did not fail.
+
+        Raises:
+            StoreError: `act` has failed although the daemon is there, or no daemon came in time.
+        """
+        return self._attachments.retry_over_restarts(lambda _: act())
 
     def begin_layout(self, first_step: int) -> None:
         """Begin the layout that `open_job` named, without any bytes; its first commit will be step `first_step`."""

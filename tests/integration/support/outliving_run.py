@@ -29,6 +29,12 @@ from trainer_client.transport.rank_store import RankStore
 
 RUN = Run(dropout=0.1)
 
+# The methods of a RankStore whose calls are moments of step 0. An import has a RankStore of its own.
+WATCHED = (
+    *("confirm_epoch", "open_job", "begin_layout", "register_shards", "roll_back", "put", "acquire_write", "publish"),
+    "commit",
+)
+
 # The daemon is killed this long after the begin of an operation, which takes a few milliseconds.
 _WITHIN_SECONDS = 0.004
 
@@ -45,6 +51,7 @@ class Plan:
             `initialize`, before or after a call of the store: "before put 1" is before the second `put`.
         first_step: the step that the run begins or resumes with.
         derives: whether the model is built without memory, so that its first values are computed from recipes.
+        checkpoint: the checkpoint that `initialize` imports if the job has no step; None: no checkpoint.
     """
 
     directory: str
@@ -57,6 +64,7 @@ class Plan:
     kills: list[tuple[int, str]] = field(default_factory=list)
     first_step: int = 1
     derives: bool = False
+    checkpoint: str | None = None
 
     def results_file(self, rank: int) -> Path:
         return Path(self.directory) / f"results-{rank}.pt"
@@ -162,12 +170,13 @@ def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine,
     config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
     if plan.addresses:
         config["paramserver"] = config["paramserver"] | {"address": plan.addresses[rank]}
-    with killer.watching("confirm_epoch", "open_job", "begin_layout", "register_shards", "roll_back", "put", "commit"):
+    with killer.watching(*WATCHED):
         engine, *_ = trainer_client.initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=Schedule(optimizer, killer),
             config=config,
+            checkpoint=plan.checkpoint,
             prefer_streams=plan.prefer_streams,
         )
     return engine, model.transformer.h[1]
