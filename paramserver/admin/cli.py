@@ -31,8 +31,20 @@ from paramserver.admin.top import top
 from paramserver.admin.verify import verify
 from paramserver.admin.versions import versions
 
+# The character \b makes click print the lines of a paragraph as they are, without joining them.
+_SEVERAL = """\b
+Several daemons at once, with a sum of all:
+  paramserver-admin jobs --address 10.0.0.5:7411,10.0.0.6:7411
+  paramserver-admin top --address @nodes    # a file, one address on a line
+
+\b
+Exit status: 0 done, 1 failed, 2 wrong command line, 3 some of several daemons
+failed, 4 found damage or a daemon that is not ready to stop, 130 Ctrl-C.
+"""
+
 app = typer.Typer(
     help="Shows what a store daemon holds, tier by tier, job by job, shard by shard, and for whom; and changes it.",
+    epilog=_SEVERAL,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -59,48 +71,99 @@ def _root(
     CREDENTIALS.set(credentials)
 
 
-# Each verb with the arguments of its examples, which `--help` shows.
-_VERBS: Sequence[tuple[str, Callable[..., None], Sequence[str]]] = (
-    ("health", health, ("--address unix:/run/paramserver/paramserver.sock",)),
-    ("top", top, ("--address @nodes", "--once --json")),
-    ("tiers", tiers, ("--watch 1", "--address 10.0.0.5:7411,10.0.0.6:7411", "--json")),
-    ("accounts", accounts, ("--wait 30",)),
-    ("jobs", jobs, ("--json | jq '.jobs[].committed_step'",)),
-    ("shards", shards, ("JOB --prefix model.layers.0 --kind master",)),
-    ("sessions", sessions, ("--json",)),
-    ("versions", versions, ("JOB", "JOB --address @nodes")),
-    ("prefetch", prefetch, ("--json",)),
-    ("events", events, ("--kind damage --kind tier", "--follow --json")),
-    ("config", config, ("--json | jq .config.host_budget",)),
-    ("version", version, ("",)),
-    ("kept", kept, ("JOB",)),
-    ("keep", keep, ("JOB best --step 400 --note 'lowest loss'",)),
-    ("forget", forget, ("JOB best",)),
-    ("pin", keep, ("JOB best --step 400",)),
-    ("unpin", forget, ("JOB best",)),
+# Each verb with its line in the list of all verbs, which must fit into a terminal of 80 columns, and with the arguments
+# of its examples, which its own `--help` shows.
+_VERBS: Sequence[tuple[str, str, Callable[..., None], Sequence[str]]] = (
+    (
+        "health",
+        "Say whether the daemon serves, for probes.",
+        health,
+        ("--address unix:/run/paramserver/paramserver.sock",),
+    ),
+    ("top", "Show tiers, queues, jobs, sessions and stalls, live.", top, ("--address @nodes", "--once --json")),
+    (
+        "tiers",
+        "Show use, traffic and hit rate of every tier.",
+        tiers,
+        ("--watch 1", "--address 10.0.0.5:7411,10.0.0.6:7411", "--json"),
+    ),
+    ("accounts", "Show who holds the used bytes of each tier.", accounts, ("--wait 30",)),
+    ("jobs", "Show every job: its ranks, its steps and its bytes.", jobs, ("--json | jq '.jobs[].committed_step'",)),
+    (
+        "shards",
+        "Show every shard of a job: its version and its tiers.",
+        shards,
+        ("JOB --prefix model.layers.0 --kind master",),
+    ),
+    ("sessions", "Show every connected client and what it holds.", sessions, ("--json",)),
+    ("versions", "Show the steps of a job that the daemon still has.", versions, ("JOB", "JOB --address @nodes")),
+    ("prefetch", "Show what each client needs soon, and what is fetched.", prefetch, ("--json",)),
+    (
+        "events",
+        "Show what has happened lately; --follow goes on.",
+        events,
+        ("--kind damage --kind tier", "--follow --json"),
+    ),
+    ("config", "Show the configuration with which the daemon runs.", config, ("--json | jq .config.host_budget",)),
+    ("version", "Show the versions of this tool and of the daemon.", version, ("",)),
+    ("kept", "Show the kept steps of a job.", kept, ("JOB",)),
+    ("keep", "Keep a committed step of a job under a name.", keep, ("JOB best --step 400 --note 'lowest loss'",)),
+    ("forget", "Forget a kept step.", forget, ("JOB best",)),
+    ("pin", "The same as keep.", keep, ("JOB best --step 400",)),
+    ("unpin", "The same as forget.", forget, ("JOB best",)),
     (
         "copy",
+        "Copy a step of a job to another daemon.",
         copy,
         ("JOB unix:/nvme/paramserver/paramserver.sock 10.0.0.6:7411", "JOB 10.0.0.5:7411 10.0.0.6:7411 --json"),
     ),
-    ("backup", backup, ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --keep-last 7")),
-    ("restore", restore, ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --address 10.0.0.6:7411")),
-    ("export", export, ("/exports/JOB --job JOB --address 10.0.0.5:7411",)),
-    ("import", import_checkpoint, ("/checkpoints/JOB --job JOB --address 10.0.0.5:7411",)),
-    ("verify", verify, ("", "JOB --json")),
-    ("evict", evict, ("JOB", "--all --yes")),
-    ("promote", promote, ("JOB",)),
-    ("rollback", rollback, ("JOB 400",)),
-    ("delete-job", delete_job, ("JOB", "JOB --yes --address @nodes")),
-    ("drain", drain, ("--yes && systemctl stop paramserver@USER", "--yes --wait 60")),
-    ("undrain", undrain, ("",)),
-    ("reload", reload, ("", "--address @nodes")),
-    ("fsck", fsck, ("/nvme/paramserver", "/backup/paramserver --nvme-dir /backup/nvme1 --json")),
+    (
+        "backup",
+        "Write a step of a job into a backup.",
+        backup,
+        ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --keep-last 7"),
+    ),
+    (
+        "restore",
+        "Put a step of a backup into a daemon.",
+        restore,
+        ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --address 10.0.0.6:7411"),
+    ),
+    (
+        "export",
+        "Write a step as safetensors, DCP or DeepSpeed's file.",
+        export,
+        ("/exports/JOB --job JOB --address 10.0.0.5:7411",),
+    ),
+    (
+        "import",
+        "Make a job of safetensors, DCP or a ZeRO checkpoint.",
+        import_checkpoint,
+        ("/checkpoints/JOB --job JOB --address 10.0.0.5:7411",),
+    ),
+    ("verify", "Read and verify all committed bytes on NVMe now.", verify, ("", "JOB --json")),
+    ("evict", "Evict copies in host memory that are not in use.", evict, ("JOB", "--all --yes")),
+    ("promote", "Bring the newest bytes of a job into host memory.", promote, ("JOB",)),
+    ("rollback", "Make a retained step of a job the newest one again.", rollback, ("JOB 400",)),
+    ("delete-job", "Delete a job with all its steps.", delete_job, ("JOB", "JOB --yes --address @nodes")),
+    (
+        "drain",
+        "Prepare a daemon for its stop, and wait for it.",
+        drain,
+        ("--yes && systemctl stop paramserver@USER", "--yes --wait 60"),
+    ),
+    ("undrain", "End the draining of a daemon.", undrain, ("",)),
+    ("reload", "Have the daemon read its configuration again.", reload, ("", "--address @nodes")),
+    (
+        "fsck",
+        "Check a state directory that no daemon uses.",
+        fsck,
+        ("/nvme/paramserver", "/backup/paramserver --nvme-dir /backup/nvme1 --json"),
+    ),
 )
 
 
 def _examples(verb: str, arguments: Sequence[str]) -> str:
-    # The character \b makes click print the lines of a paragraph as they are, without joining them.
     lines = [f"  paramserver-admin {verb} {argument}".rstrip() for argument in arguments]
     return "\n".join(["\b", "Examples:", *lines])
 
@@ -108,9 +171,9 @@ def _examples(verb: str, arguments: Sequence[str]) -> str:
 # The options of these verbs are parsed by a package above this one, except for --help.
 _UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
-for _name, _verb, _arguments in _VERBS:
+for _name, _summary, _verb, _arguments in _VERBS:
     _settings = _UNPARSED if _verb in (export, import_checkpoint) else None
-    app.command(_name, epilog=_examples(_name, _arguments), context_settings=_settings)(_verb)
+    app.command(_name, short_help=_summary, epilog=_examples(_name, _arguments), context_settings=_settings)(_verb)
 
 
 def main() -> None:

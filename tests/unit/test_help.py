@@ -46,3 +46,11 @@ def test_no_help_text_is_read_as_markup(module: object) -> None:
     app: typer.Typer = vars(module)["app"]
 
     assert app.rich_markup_mode is None
+
+
+def test_each_verb_of_an_operator_has_a_whole_line_in_a_terminal_of_80_columns() -> None:
+    result = CliRunner().invoke(paramserver.admin.cli.app, ["--help"], env={"COLUMNS": "80"}, terminal_width=80)
+
+    lines = result.output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(lines) == len(paramserver.admin.cli.app.registered_commands)
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
