@@ -526,6 +526,31 @@ class Engine(EngineStates):
         disown(self._parameters_of_model)
         self._has_model = False
 
+    def hand_back_model(self) -> None:
+        """Make the model a plain one that has its present weights, between two steps. All ranks must call this.
+
+        Its parameters are whole, on the CPU, in the dtype that they have. The engine can only be closed afterwards.
+        """
+        self._require_between_steps("the end of the engine's use of its model")
+        if self.global_rank == 0:
+            log.warning(
+                "the model of job %s is taken over at step %d by a later initialize(), so this engine can only be "
+                "closed",
+                self._settings.paramserver.job,
+                self.global_steps,
+            )
+        weights = self.full_state_dict()
+        self.give_up_model()
+        with torch.no_grad():
+            for parameter in self._parameters_of_model:
+                parameter.tensor.copy_(weights.pop(parameter.fqn))
+        self.module.cpu()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed, so that its model has no weights."""
+        return self._closed
+
     @property
     def data_plane(self) -> str:
         """The way of tensor bytes to this rank: "arena" (shared memory) or "streams" (gRPC)."""

@@ -111,8 +111,8 @@ class EngineCore(EngineGetters):
             raise RuntimeError("the engine is closed")
         if not self._has_model:
             raise RuntimeError(
-                "the engine's model was made a plain one by load_state_dict_from_zero_checkpoint(): close this engine, "
-                "and call initialize() to train on"
+                "the engine has no model any more, because load_state_dict_from_zero_checkpoint() has made it a plain "
+                "one, or a later initialize() has taken it over: close this engine, and call initialize() to train on"
             )
         if self._hooks.has_lost_backward:
             self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))

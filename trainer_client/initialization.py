@@ -41,7 +41,7 @@ from trainer_client.log_context import LogContext
 from trainer_client.log_context import begin as begin_log_context
 from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.leaves import mark_configured_leaves
-from trainer_client.model.owners import owner_of
+from trainer_client.model.owners import is_owned, owner_of
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement
@@ -101,7 +101,8 @@ def initialize(
         model: a model with floating-point parameters, on the CPU or on the meta device. On the meta device it was built
             under `trainer_client.zero.Init()`, or under torch.device("meta") if its own functions can initialise it.
             Afterwards the parameters live in the store. A new job begins with the initial values of rank 0; on a
-            resume the initial values do not matter.
+            resume the initial values do not matter. A model of an open engine leaves that engine, with the weights and
+            in the dtype that it has there; the former engine can only be closed then.
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
@@ -158,6 +159,7 @@ def initialize(
     if settings.log_level is not None:
         _set_log_level(settings.log_level)
     policy = choose_policy(settings.paramserver.units, unit_policy)
+    former_engines = _former_engines(parameters)
     _mark(model, settings)
     if optimizer is None and settings.optimizer is None:
         _refuse_for_inference(training_data=training_data, lr_scheduler=lr_scheduler, checkpoint=checkpoint)
@@ -170,8 +172,7 @@ def initialize(
             processes=(dist_init_required, distributed_port),
             prefer_streams=prefer_streams,
         )
-        if hasattr(args, "local_rank"):
-            args.local_rank = without_optimizer.local_rank
+        _set_local_rank(args, without_optimizer.local_rank)
         # A call without an optimizer returns None in its place. The type says otherwise, because the config decides
         # it, which types cannot show, and training loops would have to check for None.
         returned: Any = (without_optimizer, None, None, None)
@@ -184,8 +185,7 @@ def initialize(
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = join_processes(settings, dist_init_required, distributed_port, processes)
-        if hasattr(args, "local_rank"):
-            args.local_rank = local_rank
+        _set_local_rank(args, local_rank)
         recorder = Recorder()
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
         processes.callback(collectives.close)
@@ -204,6 +204,7 @@ def initialize(
                     "checkpoint": checkpoint,
                     "param_init_fn": param_init_fn,
                     "unit_policy": unit_policy,
+                    "model of an open engine": former_engines or None,
                 },
                 strict_weights=strict_weights,
             ),
@@ -228,6 +229,7 @@ def initialize(
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
+        _hand_back(former_engines)
         if checkpoint is not None:
             import_at_start(checkpoint, settings, store, collectives, model, parameters)
         initial_values = InitialValues(
@@ -270,6 +272,38 @@ def _mark(model: nn.Module, settings: TrainingConfig) -> None:
     PrecisionPolicy.of(settings).mark_reductions(model)
 
 
+def _set_local_rank(args: Any, local_rank: int) -> None:
+    """Set the rank's number on its node in the script's arguments, if they have an attribute for it."""
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank
+
+
+def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
+    """Return the open engines that parameters of the model belong to, in the order of the parameters.
+
+    Raises:
+        ConfigError: an engine was closed or deleted, so that its parameters have no values.
+    """
+    engines: dict[int, Engine] = {}
+    for parameter in parameters:
+        engine = owner_of(parameter.tensor)
+        if isinstance(engine, Engine) and not engine.is_closed:
+            engines[id(engine)] = engine
+        elif is_owned(parameter.tensor):
+            raise ConfigError(
+                f"initialize(model=...): parameter {parameter.fqn} of the model belongs to an engine that was closed "
+                "or deleted, and its values are in the store: build the model anew; or call initialize() before the "
+                "engine is closed, which takes the model over with its weights"
+            )
+    return list(engines.values())
+
+
+def _hand_back(engines: Sequence[Engine]) -> None:
+    """Make the models of these engines plain ones, with their weights. All ranks must call this."""
+    for engine in engines:
+        engine.hand_back_model()
+
+
 def _open_without_optimizer(
     model: nn.Module,
     parameters: Sequence[ModelParameter],
@@ -281,6 +315,7 @@ def _open_without_optimizer(
     prefer_streams: bool,
 ) -> InferenceEngine | WholeEngine:
     """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
+    _hand_back(_former_engines(parameters))
     if settings.zero_optimization.stage < 3:
         return open_whole_engine(model, parameters, settings, initial, processes)
     return open_engine(model, parameters, settings, policy, initial, processes=processes, prefer_streams=prefer_streams)

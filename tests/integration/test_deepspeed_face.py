@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.support.checkpoint_ranks import Net, config_of, start
-from trainer_client import utils
+from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, config_of, start, steps
+from trainer_client import Engine, utils
+from trainer_client.errors import ConfigError
 
 
 def test_an_optimizer_shows_its_loss_scale_and_whether_a_step_was_skipped(model_store: str, job: str) -> None:
@@ -93,3 +95,63 @@ def test_a_frozen_parameter_of_a_group_has_a_state_to_be_read_once_it_was_traine
         frozen.requires_grad_(False)
         moment = utils.safe_get_full_optimizer_state(frozen, "exp_avg")
         assert moment is not None and moment.any()
+
+
+@pytest.mark.parametrize(("stage", "half"), [(1, False), (3, False), (3, True)])
+def test_a_model_of_an_open_engine_is_taken_over_with_its_weights(
+    model_store: str, job: str, stage: int, half: bool
+) -> None:
+    """Scripts of two phases, and a cell of a notebook that is run again, pass the model of an engine once more."""
+
+    def begin(name: str, model: nn.Module) -> Engine:
+        config = config_of(model_store, f"{job}-{name}", half=half) | {"zero_optimization": {"stage": stage}}
+        torch.manual_seed(2)
+        return start(config, model)
+
+    first = begin("first", Net())
+    list(steps(first, SAVED_AT))
+    first.module.seen.zero_()
+    weights = first.full_state_dict()
+    again = begin("again", first.module)
+    with pytest.raises(RuntimeError, match=r"a later initialize\(\) has taken it over"):
+        first(torch.ones(4, 24))
+    with again:
+        losses = list(steps(again, STEPS))
+        trained = again.full_state_dict()
+    first.close()
+
+    plain = Net()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16() if half else parameter.data
+    plain.load_state_dict(weights)
+    with begin("plain", plain) as engine:
+        assert list(steps(engine, STEPS)) == losses
+        assert all(torch.equal(value, trained[name]) for name, value in engine.full_state_dict().items())
+    assert not any(torch.equal(trained[name], weights[name]) for name in trained if "frozen" not in name)
+
+
+def test_a_model_of_a_closed_engine_is_refused(model_store: str, job: str) -> None:
+    model = Net()
+    start(config_of(model_store, job), model).close()
+    for config in (config_of(model_store, f"{job}-new"), {"train_batch_size": 1}):
+        with pytest.raises(ConfigError, match=r"first.weight .* was closed or deleted.*build the model anew"):
+            trainer_client.initialize(model=model, config=config)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_trained_model_is_passed_without_an_optimizer(model_store: str, job: str, stage: int) -> None:
+    """A script trains a model, and goes on with an engine for inference."""
+    engine = start(config_of(model_store, job))
+    list(steps(engine, 1))
+    plain = Net()
+    plain.load_state_dict(engine.full_state_dict())
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": stage},
+        "paramserver": {"address": model_store, "job": f"{job}-inference"} if stage else {},
+    }
+    answers = trainer_client.initialize(model=engine.module, config=config)[0]
+    with torch.no_grad():
+        assert torch.equal(answers.eval()(torch.ones(4, 24)), plain.eval()(torch.ones(4, 24)))
+    answers.destroy()
+    engine.close()

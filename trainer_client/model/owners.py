@@ -27,6 +27,11 @@ def disown(parameters: Iterable[ModelParameter]) -> None:
         delattr(parameter.tensor, _OWNER)
 
 
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter belongs to an owner, which may have been garbage-collected since."""
+    return hasattr(parameter, _OWNER)
+
+
 def owner_of(parameter: torch.Tensor) -> object | None:
     """Return the owner of a parameter, or None if it has none or the owner was garbage-collected."""
     reference = getattr(parameter, _OWNER, None)
