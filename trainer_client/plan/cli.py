@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +22,16 @@ from trainer_client.config.config_file import read_config_file
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.layout import World
-from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here
+from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here, shared_rate
 from trainer_client.plan.memory import RANK_BYTES
 from trainer_client.plan.model import build, find_builder
+from trainer_client.plan.model_inputs import make_batch
+from trainer_client.plan.nodes import NODES, Node, find_node
 from trainer_client.plan.overhead import probe_overhead, small_config
-from trainer_client.plan.plan import Job, Plan, best_placement, plan, smallest_change
+from trainer_client.plan.plan import Job, Plan, best_placement, plan, smallest_change, with_budgets
 from trainer_client.plan.printing import assumptions, show, to_dict
 from trainer_client.plan.probe import probe
+from trainer_client.plan.real_pass import RealPass, can_be_real
 from trainer_client.plan.rehearsal import Rehearsal, rehearse
 
 DEFAULT_CONFIG: Mapping[str, Any] = {
@@ -44,14 +45,13 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
     },
 }
 _DEFAULT_TOKENS = 2048
-# Without a probe, the bytes that a rank is assumed to copy in a second, and the elements that it updates. They suit two
-# server processors of 2020 and later.
-_COPY, _UPDATE = 10e9, 300e6
+_PUBLISHED = "those of the node as published, where they are not given, and of this daemon as measured on CPUs"
+# Without a probe, the bytes that a rank is assumed to copy in a second, those that it copies into fresh memory, and the
+# elements that it updates. They suit two server processors of 2020 and later.
+_COPY, _FRESH_COPY, _UPDATE = 10e9, 2e9, 300e6
 
 # Keys about a daemon that an operator runs.
 _OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
-
-Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RATE = "bytes per second, as 5GB; without it, measured here"
@@ -67,7 +67,13 @@ def plan_job(
     config: Annotated[
         Path | None, typer.Option(help="The training config. [bf16, AdamW, stage 3, everything on nvme]")
     ] = None,
-    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.", metavar="N")] = 1,
+    node: Annotated[
+        str | None,
+        typer.Option(help=f"A node as published, in place of this machine: {', '.join(NODES)}. Other options win."),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each node. [the GPUs of --node, or 1]", metavar="N")
+    ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Nodes, each with a store.", metavar="N")] = 1,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sample. [2048, or as many as the model has positions]")
@@ -89,7 +95,8 @@ def plan_job(
     nvme_read: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
     nvme_write: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
     nvme_both: Annotated[
-        str | None, typer.Option(help="Each way while it does both. [half of the slower one, if both are given]")
+        str | None,
+        typer.Option(help="Each way while it does both. [as if a device divided its time, if both are given]"),
     ] = None,
     device_link: Annotated[str | None, typer.Option(help=f"Between host memory and a device, {_RATE}.")] = None,
     collective: Annotated[str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}.")] = None,
@@ -113,14 +120,17 @@ def plan_job(
     Exit status: 0 if the job fits, 3 if it does not, 2 for wrong options or a config that would be refused.
     """
     try:
+        published = None if node is None else find_node(node)
+        ranks = nproc_per_node or (1 if published is None else published.gpus)
         found = _plan(
             find_need=context.obj,
+            node=published,
             source=model,
             raw=_for_own_daemon(
                 dict(DEFAULT_CONFIG) if config is None else read_config_file(config),
                 {"host_budget": host_budget, "nvme_budget": nvme_budget},
             ),
-            world=World(ranks=nproc_per_node, nodes=nnodes),
+            world=World(ranks=ranks, nodes=nnodes),
             tokens=tokens,
             inputs=inputs,
             device=device,
@@ -160,6 +170,7 @@ def main(arguments: list[str], find_need: FindNeed) -> None:
 def _plan(
     *,
     find_need: FindNeed,
+    node: Node | None,
     source: str,
     raw: Mapping[str, Any],
     world: World,
@@ -174,7 +185,9 @@ def _plan(
     with_probe: bool,
     search: bool,
 ) -> dict[str, Any]:
-    device = device or configured_device_kind(raw)
+    device = device or ("cuda" if node is not None else configured_device_kind(raw))
+    if node is not None:
+        flops, with_probe = flops or node.flops, False
     if device not in RANK_BYTES:
         raise ConfigError(
             f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
@@ -182,14 +195,14 @@ def _plan(
     builder = find_builder(source)
     shape = build(builder)
     sequence = tokens or _sequence(shape)
-    batch = _batch(shape, inputs)
+    batch = make_batch(shape, inputs)
 
     @functools.cache
     def rehearsed(samples: int, dtype: torch.dtype | None) -> Rehearsal:
         return rehearse(builder, lambda _: batch(samples, sequence), dtype)
 
     given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
-    here = capacities_here(directory, world.ranks)
+    here = capacities_here(directory, world.ranks) if node is None else node.capacities()
     job = Job(
         # Laying out a model does not change it, so all plans use the same model.
         build=lambda: shape,
@@ -198,7 +211,9 @@ def _plan(
         overhead=_NO_OVERHEAD,
         world=world,
         capacities=_capacities(here, sizes, device),
-        rates=_UNKNOWN,
+        rates=_UNKNOWN if node is None else _rates(node.rates(world), given),
+        rates_in=None if node is None else lambda other: _rates(node.rates(other), given),
+        devices=1 if node is None else node.devices,
         find_need=find_need,
         sequence=sequence,
         device=device,
@@ -208,10 +223,34 @@ def _plan(
     # The first plan is made before anything is measured, because it checks the config and finds the operations of a
     # step.
     first = plan(job, raw)
-    job, sources = _with_rates(job, first.rehearsal, given, flops, directory, with_probe=with_probe)
+    if node is not None:
+        job = replace(job, compute_seconds=lambda rehearsal: rehearsal.flops / (flops or node.flops))
+        wanted = plan(job, raw)
+        if not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
+            wanted = with_budgets(job, wanted)
+        return _result(job, wanted, (_PUBLISHED, f"that of {flops:.3g} FLOPs a second"), raw, search=search)
+    real_pass = RealPass(source=source, inputs=inputs, samples=first.batch.micro, tokens=sequence, dtype=first.dtype)
+    whole = sum(planned.group.whole_bytes for planned in first.layout.groups)
+    is_real = device == "cpu" and can_be_real(first.rehearsal, whole, job.capacities.host, world.ranks)
+    job, sources = _with_rates(
+        job,
+        first.rehearsal,
+        given,
+        flops,
+        directory,
+        real_pass if is_real else None,
+        dtype=first.dtype,
+        with_probe=with_probe,
+    )
     if with_probe and device == "cpu":
-        job = replace(job, overhead=_overhead_of(first, directory))
-    wanted = plan(job, raw)
+        job = replace(job, overhead=_overhead_of(first, directory, beyond_operations=not is_real))
+    return _result(job, plan(job, raw), sources, raw, search=search)
+
+
+def _result(
+    job: Job, wanted: Plan, sources: tuple[str, str], raw: Mapping[str, Any], *, search: bool
+) -> dict[str, Any]:
+    """Return all figures of a plan, with the change that makes it fit and the best placement."""
     change = None if wanted.fits else smallest_change(job, wanted)
     best = best_placement(job, raw) if search else None
     return to_dict(wanted, job.capacities, job.rates, assumptions(wanted, job.overhead, *sources), change, best)
@@ -223,7 +262,9 @@ def _with_rates(
     given: Mapping[str, int],
     flops: float | None,
     directory: Path,
+    real_pass: RealPass | None,
     *,
+    dtype: torch.dtype | None,
     with_probe: bool,
 ) -> tuple[Job, tuple[str, str]]:
     """Return the job with the rates of its machine, and two phrases: the sources of the rates and of the compute time.
@@ -242,7 +283,15 @@ def _with_rates(
             raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
         threads = _threads(ranks)
         operations = {} if flops is not None else rehearsal.operations
-        measured, seconds = probe(operations, ranks=ranks, threads=threads, directory=directory, device=job.device)
+        measured, seconds = probe(
+            operations,
+            real_pass=real_pass if flops is None else None,
+            dtype=dtype,
+            ranks=ranks,
+            threads=threads,
+            directory=directory,
+            device=job.device,
+        )
         rates_from = "measured here, with all ranks of a node at once, where they are not given"
 
     def compute_seconds(other: Rehearsal) -> float:
@@ -251,10 +300,17 @@ def _with_rates(
         # A micro-batch of another size or precision is assumed to run at the same floating-point operations per second.
         return seconds * (other.flops / rehearsal.flops if rehearsal.flops else 1.0)
 
-    compute_from = (
-        "the sum of its operations, each timed here" if flops is None else f"that of {flops:.3g} FLOPs a second"
-    )
-    with_them = replace(job, rates=_rates(measured, given), compute_seconds=compute_seconds)
+    if flops is not None:
+        compute_from = f"that of {flops:.3g} FLOPs a second"
+    else:
+        compute_from = (
+            "that of a real pass here" if real_pass is not None else "the sum of its operations, each timed here"
+        )
+    rates = _rates(measured, given)
+    if on_gpu:
+        # The probe has measured the CPU's rate of updates.
+        rates = replace(rates, device_update=None)
+    with_them = replace(job, rates=rates, compute_seconds=compute_seconds)
     return with_them, (rates_from, compute_from)
 
 
@@ -274,7 +330,15 @@ def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> d
 
 
 _UNKNOWN = Rates(
-    copy=_COPY, device_link=_COPY, nvme_read=1.0, nvme_write=1.0, nvme_both=1.0, update=_UPDATE, collective=None
+    copy=_COPY,
+    fresh_copy=_FRESH_COPY,
+    device_link=_COPY,
+    nvme_read=1.0,
+    nvme_write=1.0,
+    nvme_both=1.0,
+    update=_UPDATE,
+    device_update=_UPDATE,
+    collective=None,
 )
 
 
@@ -286,7 +350,7 @@ def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _overhead_of(wanted: Plan, directory: Path) -> Overhead:
+def _overhead_of(wanted: Plan, directory: Path, *, beyond_operations: bool) -> Overhead:
     """Measure the time of the library's own code in small steps of the same kind as a plan's."""
     placement = next((one.placement for one in wanted.layout.groups if one.group.trainable), None)
     if placement is None:
@@ -298,13 +362,20 @@ def _overhead_of(wanted: Plan, directory: Path) -> Overhead:
         durability=wanted.settings.paramserver.durability,
     )
     ranks = wanted.world.ranks
-    return probe_overhead(config, dtype=wanted.dtype, ranks=ranks, threads=_threads(ranks), directory=directory)
+    return probe_overhead(
+        config,
+        dtype=wanted.dtype,
+        beyond_operations=beyond_operations,
+        ranks=ranks,
+        threads=_threads(ranks),
+        directory=directory,
+    )
 
 
 def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:
     values = {name: float(value) for name, value in given.items()}
     if "nvme_both" not in values and {"nvme_read", "nvme_write"} <= values.keys():
-        values["nvme_both"] = min(values["nvme_read"], values["nvme_write"]) / 2
+        values["nvme_both"] = shared_rate(values["nvme_read"], values["nvme_write"])
     return replace(measured, **values)
 
 
@@ -318,29 +389,6 @@ def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str) 
 def _sequence(model: nn.Module) -> int:
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return min(_DEFAULT_TOKENS, positions) if isinstance(positions, int) else _DEFAULT_TOKENS
-
-
-def _batch(model: nn.Module, inputs: str | None) -> Batch:
-    """Return the function that makes the arguments of forward. It can raise ConfigError."""
-    if inputs is not None:
-        module, _, name = inputs.partition(":")
-        try:
-            found: Batch = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--inputs {inputs}: {error}; write MODULE:CALLABLE") from error
-        return found
-    names = inspect.signature(model.forward).parameters
-    if "input_ids" not in names or "labels" not in names:
-        raise ConfigError(
-            f"the forward of {type(model).__name__} does not take input_ids and labels: give --inputs MODULE:CALLABLE, "
-            "a function of (samples, tokens) that returns its arguments by name"
-        )
-
-    def language(samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
-        ids = torch.zeros(samples, tokens, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids}
-
-    return language
 
 
 def _size(option: str, text: str) -> int:

@@ -19,33 +19,54 @@ class Rates:
 
     Attributes:
         copy: bytes that one thread copies in host memory.
+        fresh_copy: bytes that one thread copies into memory that the process has just taken from the kernel, which
+            fills each page with zeros first.
         device_link: bytes that pass between host memory and one rank's device, one way.
         nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does nothing else.
         nvme_both: bytes each way, if it reads and writes the same number of bytes at the same time.
-        update: elements that one thread updates with AdamW in memory.
+        update: elements that one thread of the store updates with AdamW.
+        device_update: elements that a rank updates with AdamW on its device, or on all its threads; None: not known.
         collective: bytes of a whole buffer that a rank gathers from all ranks; None: there is one rank.
+        collective_latency: the seconds of a collective besides those of its bytes.
+        host_memory: bytes that the node's host memory reads and writes together; None: not known.
     """
 
     copy: float
+    fresh_copy: float
     device_link: float
     nvme_read: float
     nvme_write: float
     nvme_both: float
     update: float
+    device_update: float | None
     collective: float | None
+    collective_latency: float = 0.0
+    host_memory: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Seconds that the code of torch and of this library takes in a step besides the operations on tensors.
+    """Seconds that this library's code takes in a step, besides those of forward and backward.
 
     Attributes:
-        per_unit: the seconds for the forward and the backward of one unit.
-        per_step: the seconds that are independent of the units, once in a step.
+        per_unit: the seconds of a rank for the forward and the backward of one unit.
+        per_step: the seconds of a rank that are independent of the units, once in a step.
+        store_per_unit, store_per_step: the CPU seconds of the daemon, and of other threads of the rank, that passed
+            beside those of the rank. A rank whose computation needs all processors is delayed by them, too.
     """
 
     per_unit: float
     per_step: float
+    store_per_unit: float = 0.0
+    store_per_step: float = 0.0
+
+    def of_step(self, units: int) -> Overhead:
+        """Return the time of a step that uses this number of units, as seconds of the step alone."""
+        return Overhead(
+            per_unit=0.0,
+            per_step=self.per_step + units * self.per_unit,
+            store_per_step=self.store_per_step + units * self.store_per_unit,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +84,11 @@ class Capacities:
     host: int
     nvme: int
     is_cpu: bool
+
+
+def shared_rate(read: float, write: float) -> float:
+    """Return the rate each way of devices that read and write as many bytes at once, and divide their time for it."""
+    return 1 / (1 / read + 1 / write)
 
 
 def capacities_here(directory: Path, ranks: int) -> Capacities:

@@ -1,7 +1,8 @@
-"""The time of the library's own code in a step: that of real steps of a small job, less that of their operations.
+"""The time of the library's own code in a step: that of real steps of a small job, less that of a plain pass.
 
-A small job computes next to nothing. So the time of its steps, less that of their operations, is the time of torch's
-and this library's Python code, of calls to the store, and of the store's answers. It grows with the number of units.
+A small job computes next to nothing. So the time of its steps, less that of plain forward and backward passes, is the
+time of this library's Python code, of calls to the store, and of the store's answers. It grows with the number of
+units. What the daemon and other threads of the rank do meanwhile on other processors is counted in CPU seconds.
 This module owns the daemon of the small job, and the directory of its state, which is removed. It must never run while
 a job trains on this machine.
 """
@@ -28,7 +29,9 @@ from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
 from trainer_client.plan.machine import Overhead
 from trainer_client.plan.probe import free_port, seconds_of
+from trainer_client.plan.real_pass import time_passes
 from trainer_client.plan.rehearsal import rehearse
+from trainer_client.run.local_daemon import LOCK_NAME
 
 # The numbers of blocks of the two models that are compared. Each block has twelve parameters, like the blocks of most
 # transformers.
@@ -36,7 +39,10 @@ _FEW, _MANY = 2, 14
 _WIDTH, _TOKENS, _VOCABULARY = 64, 16, 64
 # The numbers of first steps, which are not timed because they also make objects that later steps use again, and of
 # steps that are timed.
-_FIRST_STEPS, _STEPS = 3, 9
+_FIRST_STEPS, _STEPS = 3, 15
+# The clock of the CPU time of another process has the number (~pid << 3) | 2 on Linux, as clock_getcpuclockid(3) makes
+# it.
+_CPU_TIME = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class SmallJob:
     Attributes:
         config: the training config without the place of its state.
         dtype: the dtype of the parameters; None: fp32.
+        beyond_operations: whether the time of torch's own code is a part of the result, because the plan's computation
+            is a sum of operations, and not a real pass.
         directory: the directory of the state; all ranks use the daemon that the first rank starts there.
         threads: number of threads that compute.
         ranks: number of ranks.
@@ -55,6 +63,7 @@ class SmallJob:
 
     config: Mapping[str, Any]
     dtype: torch.dtype | None
+    beyond_operations: bool = False
     directory: Path
     threads: int
     ranks: int
@@ -63,13 +72,20 @@ class SmallJob:
 
 
 def probe_overhead(
-    config: Mapping[str, Any], *, dtype: torch.dtype | None, ranks: int, threads: int, directory: Path
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None,
+    beyond_operations: bool = False,
+    ranks: int,
+    threads: int,
+    directory: Path,
 ) -> Overhead:
     """Return the seconds that the library's own code takes on this machine's processors.
 
     Args:
         config: the config of a small job; see `small_config`.
         dtype: the dtype of the parameters; None: fp32.
+        beyond_operations: see `SmallJob`.
         ranks: number of ranks of this node.
         threads: threads of each rank.
         directory: a directory on the device that is to hold the state.
@@ -82,7 +98,14 @@ def probe_overhead(
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=directory, prefix="plan-small-") as own:
             first = SmallJob(
-                config=config, dtype=dtype, directory=Path(own), threads=threads, ranks=ranks, rank=0, port=port
+                config=config,
+                dtype=dtype,
+                beyond_operations=beyond_operations,
+                directory=Path(own),
+                threads=threads,
+                ranks=ranks,
+                rank=0,
+                port=port,
             )
             jobs = [replace(first, rank=rank) for rank in range(ranks)]
             with multiprocessing.get_context("spawn").Pool(ranks) as pool:
@@ -125,10 +148,16 @@ def measure_overhead(job: SmallJob) -> Overhead:
     torch.set_num_threads(job.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with _met(job):
-        few, many = (_beyond_operations(job, blocks) for blocks in (_FEW, _MANY))
+        few, many = (_measure_steps(job, blocks) for blocks in (_FEW, _MANY))
+    own, beside = (_per_unit(few[index], many[index]) for index in (0, 1))
+    return Overhead(per_unit=own[0], per_step=own[1], store_per_unit=beside[0], store_per_step=beside[1])
+
+
+def _per_unit(few: float, many: float) -> tuple[float, float]:
+    """Return the seconds for each unit and those for each step, from those of both models."""
     per_unit = max(0.0, (many - few) / (_MANY - _FEW))
     # The root is a unit, too, so there is one unit more than blocks.
-    return Overhead(per_unit=per_unit, per_step=max(0.0, few - (_FEW + 1) * per_unit))
+    return per_unit, max(0.0, few - (_FEW + 1) * per_unit)
 
 
 @contextmanager
@@ -161,18 +190,34 @@ class _Small(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-def _beyond_operations(job: SmallJob, blocks: int) -> float:
-    """Return the median seconds of a step of the model, less those of its operations."""
+def _measure_steps(job: SmallJob, blocks: int) -> tuple[float, float]:
+    """Return two means of a step of the model: the seconds beyond a plain pass, and the CPU seconds beside the rank's.
+
+    The latter are those of the daemon and of all threads of this process, less the seconds of the step. A rank that
+    waits for the daemon takes no CPU time, so nothing is counted twice.
+    """
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
-    rehearsal = rehearse(lambda: _Small(blocks), lambda _: {"tokens": tokens}, job.dtype)
-    operations = sum(count * seconds_of(operation, "cpu") for operation, count in rehearsal.operations.items())
-    section = job.config["paramserver"] | {"state_dir": str(job.directory / str(blocks))}
+    if job.beyond_operations:
+        rehearsal = rehearse(lambda: _Small(blocks), lambda _: {"tokens": tokens}, job.dtype)
+        plain = sum(count * seconds_of(operation, "cpu") for operation, count in rehearsal.operations.items())
+    else:
+        plain = time_passes(_Small(blocks), {"tokens": tokens}, job.dtype)
+    state_dir = job.directory / str(blocks)
+    section = job.config["paramserver"] | {"state_dir": str(state_dir)}
     engine, *_ = initialize(model=_Small(blocks), config={**job.config, "paramserver": section})
-    taken = []
     with engine:
-        for _ in range(_FIRST_STEPS + _STEPS):
+        daemon = ~int((state_dir / LOCK_NAME).read_text()) << 3 | _CPU_TIME
+
+        def step() -> float:
             began = time.perf_counter()
             engine.backward(engine(tokens))
             engine.step()
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken[_FIRST_STEPS:]) - operations
+            return time.perf_counter() - began
+
+        for _ in range(_FIRST_STEPS):
+            step()
+        began = time.process_time(), time.clock_gettime(daemon)
+        taken = [step() for _ in range(_STEPS)]
+        worked = time.process_time() - began[0], time.clock_gettime(daemon) - began[1]
+    beside = (sum(worked) - sum(taken)) / _STEPS
+    return statistics.median(taken) - plain, max(0.0, beside)

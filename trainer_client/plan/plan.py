@@ -37,12 +37,14 @@ class Job:
     Attributes:
         build: returns the model without memory.
         rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own).
-        compute_seconds: returns the seconds of the operations of a rehearsed micro-batch on one rank.
+        compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
         overhead: the time of the library's own code.
         sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
         store_has_cores: whether the store has processors that the ranks do not use.
         optimizer_threads: the daemon's key of this name.
+        devices: the number of NVMe devices of a node, each with a data file of the daemon.
+        rates_in: returns the rates in another world; None: they are the same in each.
     """
 
     build: Callable[[], nn.Module]
@@ -57,6 +59,8 @@ class Job:
     device: str
     store_has_cores: bool
     optimizer_threads: int = 1
+    devices: int = 1
+    rates_in: Callable[[World], Rates] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +116,14 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     time = predict(
         layout,
         traffic,
-        job.rates,
+        job.rates if job.rates_in is None else job.rates_in(world),
         compute_seconds=batch.accumulation * job.compute_seconds(rehearsal),
-        overhead_seconds=job.overhead.per_step + batch.accumulation * len(layout.units) * job.overhead.per_unit,
+        overhead=job.overhead.of_step(batch.accumulation * len(layout.units)),
         tokens=batch.train * job.sequence,
         is_cpu=is_cpu,
         store_has_cores=job.store_has_cores,
         optimizer_threads=job.optimizer_threads,
+        devices=job.devices,
     )
     return Plan(
         config=raw,

@@ -39,11 +39,13 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
     ]
     if overhead.per_unit:
         lines.append(
-            f"The code of torch and of this library takes {overhead.per_unit * 1e3:.1f} ms for each unit besides the "
-            f"operations, and {overhead.per_step * 1e3:.1f} ms a step, as in a small job that was run here."
+            f"This library's code takes {overhead.per_unit * 1e3:.1f} ms for each unit besides forward and backward, "
+            f"and {overhead.per_step * 1e3:.1f} ms a step, as in a small job that was run here; the daemon works for "
+            f"{overhead.store_per_unit * 1e3:.1f} ms for each unit and {overhead.store_per_step * 1e3:.1f} ms a step "
+            "beside it."
         )
     else:
-        lines.append("The code of torch and of this library takes no time besides the operations.")
+        lines.append("This library's code takes no time besides forward and backward.")
     if device == "cpu":
         lines.append(
             "Ranks on the CPU copy, communicate and compute one after the other, and mapping costs "
@@ -94,6 +96,8 @@ def to_dict(
             "tokens": plan.time.tokens,
             "hiding_tokens": plan.time.hiding_tokens,
             "traffic": asdict(plan.time.traffic),
+            "store_cpu_seconds": plan.time.store_cpu_seconds,
+            "store_threads": plan.time.store_threads,
             "flops": plan.rehearsal.flops,
         },
         "best": None if best is None else {"seconds": best.time.seconds, "config": dict(best.config)},
@@ -130,6 +134,11 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         console.print(
             f"NVMe, links and the store's work are hidden behind compute from {hiding:,} tokens a step on; this step "
             f"has {step['tokens']:,}."
+        )
+    if found["device"] != "cpu" and step["store_cpu_seconds"]:
+        console.print(
+            f"The store of a node works for {step['store_cpu_seconds']:.2f} CPU seconds a step. With "
+            f"optimizer_threads of {step['store_threads']} or more its updates are not what binds the step."
         )
     if found["best"] is not None:
         console.print(f"The best placement that was found takes {found['best']['seconds']:.3f} s a step:")

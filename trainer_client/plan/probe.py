@@ -1,42 +1,33 @@
-"""The probe: how fast this machine computes the operations of a step, moves bytes, and reads and writes a directory.
+"""The probe: how fast this machine computes a step, moves bytes, and updates, reads and writes what a store holds.
 
-This module owns the files and processes that it makes, and removes them. Every rate is one of all ranks working at
+This module owns the processes that it starts, and ends them. Every rate is one of all ranks working at
 once, because they share memory and processors. This module must never run while a job trains on this machine, because
 both would be slower.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
-import mmap
 import multiprocessing
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer_client.device import CPU, backend_of
-from trainer_client.errors import ConfigError
 from trainer_client.plan.machine import Rates
+from trainer_client.plan.real_pass import RealPass, pass_seconds
 from trainer_client.plan.rehearsal import Operation, TensorSpec
+from trainer_client.plan.store_probe import StoreUpdate, probe_directory
 
-_REQUEST_BYTES = 4 << 20
-_FILE_BYTES = 512 << 20
-# The numbers of reading and of writing threads of a daemon.
-_READERS, _WRITERS = 4, 2
 _COPY_BYTES = 64 << 20
-# The elements of the update that is timed: four fp32 arrays of 64 MiB. They are larger than the processor's caches,
-# because in training, too, the states are not in the caches any more when their next update comes.
+# The elements of the device's update that is timed: fp32 arrays of 64 MiB, larger than the processor's caches.
 _UPDATE_ELEMENTS = 16 << 20
 # The probe repeats a measurement for about _LEAST_SECONDS, but at least _LEAST_REPEATS and at most _MOST_REPEATS times,
 # and takes the mean.
@@ -56,6 +47,8 @@ class Task:
 
     Attributes:
         operations: the operations of a step, and how often a step calls each.
+        real_pass: the forward and backward that is timed in place of the operations; None: they are timed.
+        dtype: the dtype of gradients and parameters if it is not fp32.
         threads: number of threads that compute.
         ranks: number of processes that measure at the same time.
         rank: number of this process.
@@ -64,6 +57,8 @@ class Task:
     """
 
     operations: Sequence[tuple[Operation, int]]
+    real_pass: RealPass | None = None
+    dtype: torch.dtype | None = None
     threads: int
     ranks: int
     rank: int
@@ -73,22 +68,33 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The measurements of a process: the seconds of all operations, and rates in bytes or elements per second."""
+    """The measurements of a process: the seconds of a pass, and rates in bytes or elements per second."""
 
     compute_seconds: float
     copy: float
+    fresh_copy: float
     link: float
     update: float
+    device_update: float
     collective: float | None
 
 
 def probe(
-    operations: Mapping[Operation, int], *, ranks: int, threads: int, directory: Path, device: str
+    operations: Mapping[Operation, int],
+    *,
+    real_pass: RealPass | None = None,
+    dtype: torch.dtype | None = None,
+    ranks: int,
+    threads: int,
+    directory: Path,
+    device: str,
 ) -> tuple[Rates, float]:
-    """Return the rates of this machine, and the seconds that the operations of a step take on each rank.
+    """Return the rates of this machine, and the seconds of forward and backward on each rank.
 
     Args:
         operations: the operations of one micro-batch; empty: only the rates are measured.
+        real_pass: the forward and backward that is timed in place of the operations; None: they are timed.
+        dtype: the dtype of gradients and parameters if it is not fp32.
         ranks: number of ranks of this node.
         threads: threads of each rank.
         directory: a directory on the device that is to hold the state.
@@ -99,8 +105,17 @@ def probe(
     """
     port = free_port() if ranks > 1 else 0
     tasks = [
-        Task(operations=list(operations.items()), threads=threads, ranks=ranks, rank=r, port=port, device=device)
-        for r in range(ranks)
+        Task(
+            operations=list(operations.items()),
+            real_pass=real_pass,
+            dtype=dtype,
+            threads=threads,
+            ranks=ranks,
+            rank=rank,
+            port=port,
+            device=device,
+        )
+        for rank in range(ranks)
     ]
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:
         measured = pool.map(measure, tasks, chunksize=1)
@@ -111,11 +126,13 @@ def probe(
     return (
         Rates(
             copy=copy,
+            fresh_copy=min(one.fresh_copy for one in measured),
             device_link=min(one.link for one in measured),
             nvme_read=read,
             nvme_write=write,
             nvme_both=both,
             update=min(one.update for one in measured),
+            device_update=min(one.device_update for one in measured),
             collective=min(collectives) if collectives else None,
         ),
         slowest.compute_seconds,
@@ -126,21 +143,42 @@ def measure(task: Task) -> Measured:
     """Measure in this process, at the same time as the other ranks do."""
     torch.set_num_threads(task.threads)
     collective = _collective_rate(task) if task.ranks > 1 else None
-    compute = sum(count * seconds_of(operation, task.device) for operation, count in task.operations)
+    if task.real_pass is not None:
+        compute = pass_seconds(task.real_pass)
+    else:
+        compute = sum(count * seconds_of(operation, task.device) for operation, count in task.operations)
+    on_device = device_update_rate()
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     torch.set_num_threads(1)
     copied = _COPY_BYTES / _mean(lambda: target.copy_(source))
+    # malloc takes blocks of this size from the kernel, and gives them back, each time.
+    fresh = _COPY_BYTES / _mean(lambda: torch.empty_like(source).copy_(source))
     link = copied
     if task.device != CPU:
-        pinned, on_device = source.pin_memory(), torch.empty_like(source, device=task.device)
+        pinned, there = source.pin_memory(), torch.empty_like(source, device=task.device)
 
         def send() -> None:
-            on_device.copy_(pinned)
+            there.copy_(pinned)
             torch.accelerator.synchronize()
 
         link = _COPY_BYTES / _mean(send)
-    weight, gradient, first, second = (torch.zeros(_UPDATE_ELEMENTS) for _ in range(4))
+    update = StoreUpdate(task.dtype)
+    updated = update.elements / _mean(update)
+    return Measured(
+        compute_seconds=compute,
+        copy=copied,
+        fresh_copy=fresh,
+        link=link,
+        update=updated,
+        device_update=on_device,
+        collective=collective,
+    )
+
+
+def device_update_rate(elements: int = _UPDATE_ELEMENTS) -> float:
+    """Return the elements that a rank on the CPU updates in a second, in its own memory and on all its threads."""
+    weight, gradient, first, second = (torch.rand(elements) for _ in range(4))
     counter = torch.ones(())
 
     def update() -> None:
@@ -160,85 +198,7 @@ def measure(task: Task) -> Measured:
             eps=1e-8,
         )
 
-    updated = _UPDATE_ELEMENTS / _mean(update)
-    return Measured(compute_seconds=compute, copy=copied, link=link, update=updated, collective=collective)
-
-
-def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[float, float, float]:
-    """Return the rates of reading, of writing, and of both at once (each way) in bytes per second.
-
-    Two files of `file_bytes` are written, and removed. The requests are of 4 MiB and bypass the page cache where the
-    file system supports that.
-
-    Raises:
-        ConfigError: the directory cannot be written to.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with (
-            TemporaryDirectory(dir=directory, prefix="plan-probe-") as scratch,
-            _File(Path(scratch) / "one", file_bytes) as one,
-            _File(Path(scratch) / "two", file_bytes) as two,
-            ThreadPoolExecutor(2) as pool,
-        ):
-
-            def both() -> None:
-                moves = [pool.submit(one.move, _READERS, writes=False), pool.submit(two.move, _WRITERS, writes=True)]
-                for move in moves:
-                    move.result()
-
-            # The first write of a file also allocates its blocks, which a store does once. So the second write is
-            # timed.
-            one.move(_WRITERS, writes=True)
-            two.move(_WRITERS, writes=True)
-            write = file_bytes / _seconds(lambda: two.move(_WRITERS, writes=True))
-            read = file_bytes / _seconds(lambda: one.move(_READERS, writes=False))
-            mixed = file_bytes / _seconds(both)
-    except OSError as error:
-        raise ConfigError(
-            f"--dir {directory} cannot be probed ({error.strerror}): choose another one, or give --nvme-read and "
-            "--nvme-write"
-        ) from error
-    return read, write, mixed
-
-
-class _File:
-    """A file that threads read or write whole, in requests of 4 MiB."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path = path
-        self._nbytes = nbytes
-
-    def __enter__(self) -> _File:
-        flags = os.O_RDWR | os.O_CREAT
-        try:
-            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(self._path, flags, 0o600)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def move(self, threads: int, *, writes: bool) -> None:
-        """Move all bytes of the file."""
-
-        def part(first: int) -> None:
-            with mmap.mmap(-1, _REQUEST_BYTES) as buffer:
-                buffer[:] = os.urandom(1 << 16) * (_REQUEST_BYTES >> 16)
-                for offset in range(first * _REQUEST_BYTES, self._nbytes, threads * _REQUEST_BYTES):
-                    (os.pwritev if writes else os.preadv)(self._fd, [buffer], offset)
-
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(part, range(threads)))
-
-
-def _seconds(move: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    move()
-    return time.perf_counter() - began
+    return elements / _mean(update)
 
 
 def seconds_of(operation: Operation, device: str) -> float:

@@ -96,6 +96,11 @@ class Rehearsal:
             self._replay(rule, memory, is_first=step == 0)
         return memory.peak
 
+    def peak_bytes_without_gradients(self) -> int:
+        """Return the most bytes of live tensors at once, if each gradient is dropped as soon as it is computed."""
+        rule = GradientRule(group_of={}, full_bytes={}, partition_bytes={}, kept_bytes={}, is_reduced_at_once=True)
+        return self.peak_bytes(rule, in_heap=False)
+
     def _replay(self, rule: GradientRule, memory: Heap | LiveBytes, *, is_first: bool) -> None:
         """Replay a step: a pass, and then the hand-over of the gradients."""
         gradients = _Gradients(rule, memory)
@@ -261,7 +266,7 @@ def rehearse(
         _install(model, live)
         try:
             with FlopCounterMode(display=False) as flops, live:
-                loss = _loss(model(**inputs))
+                loss = loss_of(model(**inputs))
                 loss.backward()
         except ConfigError:
             raise
@@ -308,7 +313,8 @@ def _install(model: nn.Module, live: _Live) -> None:
             parameter.register_post_accumulate_grad_hook(taken(fqn))
 
 
-def _loss(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the loss in what a model's forward returned. It can raise ConfigError."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, tuple | list) else output

@@ -6,14 +6,16 @@ module must never measure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from trainer_client.config.home import Home
 from trainer_client.model.placement import Residence
 from trainer_client.plan.layout import Layout, PlannedGroup
-from trainer_client.plan.machine import Rates
+from trainer_client.plan.machine import Overhead, Rates
 from trainer_client.plan.memory import MemoryPlan
+from trainer_client.plan.nodes import UPDATE_BYTES
 from trainer_client.recorder import Link
 from trainer_client.report.step_report import COMPUTE, NVME_READ, NVME_WRITTEN
 
@@ -24,10 +26,13 @@ TRAINER_COPIES = "trainer_copies"
 DEVICE_UPDATE = "device_update"
 HAND_OVER = "hand_over"
 LIBRARY = "library"
+HOST_MEMORY = "host_memory"
 # The daemon's CPU seconds for each byte that it reads or writes, which checksums and system calls take.
-# benchmarks/RESULTS.md ("NVMe tier and engine") has 0.13 to 0.17 s/GB in requests of 1 to 4 MiB.
+# benchmarks/RESULTS.md ("NVMe tier and engine") has 0.13 to 0.17 s/GB in requests of 1 to 4 MiB, 0.082 to 0.085 of
+# them for checksums.
 STORE_SECONDS_PER_BYTE = 0.15e-9
-# The number of reading and writing threads of a daemon with one data file.
+_CHECKING_SECONDS_PER_BYTE = 0.085e-9
+# The number of reading and writing threads of a data file.
 _IO_THREADS = 6
 # The rate at which the kernel handles the page faults of mapped parameters: 3 ms for 25 MB, measured as
 # model/flat_memory.py says.
@@ -41,6 +46,7 @@ class Traffic:
     Attributes:
         to_rank, from_rank: the bytes that one rank gets from its store, and sends to it.
         collectives: the bytes of whole buffers that one rank gathers or reduces.
+        collective_calls: the number of these buffers.
         nvme_read, nvme_written: the bytes that the node's NVMe reads and writes.
         updated: the elements that the node's store updates; `updated_on_device`: those that one rank's device updates.
         put: the bytes of states on one rank's device that the rank hands to the store, which writes them before it
@@ -48,6 +54,7 @@ class Traffic:
         gradients: the bytes of one rank's part of the gradients.
         mapped: the bytes of parameters that one rank maps from its store's memory.
         copied: the bytes of parameters that one rank copies out of its store's memory, because it must not map them.
+        returned: the bytes of parameters at home on one rank's device that the store has updated, and that go back.
         hit: the fraction of passing parameters (those without a home in host memory) that is expected to stay there
             between two uses.
         states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
@@ -57,6 +64,7 @@ class Traffic:
     to_rank: int
     from_rank: int
     collectives: int
+    collective_calls: int
     nvme_read: int
     nvme_written: int
     updated: int
@@ -65,6 +73,7 @@ class Traffic:
     gradients: int
     mapped: int
     copied: int
+    returned: int
     hit: float
     states_hit: float
 
@@ -81,6 +90,8 @@ class StepTime:
         hiding_tokens: the least tokens of a step with which the times of NVMe and links are hidden behind compute;
             None: nothing is moved.
         traffic: the bytes that the step moves.
+        store_cpu_seconds: the CPU seconds of all threads of one node's store.
+        store_threads: the least number of optimizer threads with which the store's updates bind no step.
     """
 
     seconds: float
@@ -89,6 +100,8 @@ class StepTime:
     tokens: int
     hiding_tokens: int | None
     traffic: Traffic
+    store_cpu_seconds: float
+    store_threads: int
 
     @property
     def roofline_fraction(self) -> float:
@@ -107,7 +120,9 @@ def find_traffic(
     ranks, several = layout.world.ranks, layout.world.size > 1
     # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
     one_sided = is_cpu and layout.world.nodes == 1
-    to_rank = from_rank = collectives = read = put = updated = on_device = gradients = mapped = copied = 0
+    calls = to_rank = from_rank = collectives = read = put = updated = on_device = gradients = mapped = copied = (
+        returned
+    ) = 0
     need = memory.store
     free = max(0, memory.host_budget - need.host_bytes)
     hit = _part(free, need.passing_bytes)
@@ -129,17 +144,21 @@ def find_traffic(
             mapped += leased if may_map else 0
             copied += leased if is_cpu and not may_map else 0
             collectives += uses * group.whole_bytes if several and not reads_all else 0
+            calls += uses if several and not reads_all else 0
         if not group.trainable:
             continue
         gradient = group.gradient_dtype.itemsize
         gradients += part * gradient
         collectives += whole * gradient if several else 0
+        calls += 1 if several else 0
         if in_store:
             updated += part
             from_rank += part * gradient
             if placement.parameters is Home.DEVICE:
                 to_rank += group.partition_bytes
+                returned += group.partition_bytes
                 collectives += group.whole_bytes if several else 0
+                calls += 1 if several else 0
             if placement.optimizer is Home.NVME:
                 kept = len(group.state_kinds) + (1 if group.has_master or placement.parameters is Home.DEVICE else 0)
                 read += 4 * kept * part
@@ -148,6 +167,7 @@ def find_traffic(
             on_device += whole if replicated else part
             if several and not replicated:
                 collectives += group.whole_bytes
+                calls += 1
             put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
     uses = 2 * micro_batches
     passing = int(uses * need.passing_bytes * (1.0 - hit)) if layout.residence is Residence.SHARDED else 0
@@ -160,6 +180,7 @@ def find_traffic(
         to_rank=to_rank,
         from_rank=from_rank + int(put * commits_per_step),
         collectives=collectives,
+        collective_calls=calls,
         nvme_read=int(read * ranks * (1.0 - states_hit)) + passing,
         nvme_written=need.written_bytes if stored else int(put * ranks * commits_per_step),
         updated=updated * ranks,
@@ -168,6 +189,7 @@ def find_traffic(
         gradients=gradients,
         mapped=mapped,
         copied=copied,
+        returned=returned,
         hit=hit,
         states_hit=states_hit,
     )
@@ -201,57 +223,65 @@ def predict(
     rates: Rates,
     *,
     compute_seconds: float,
-    overhead_seconds: float,
+    overhead: Overhead,
     tokens: int,
     is_cpu: bool,
     store_has_cores: bool,
     optimizer_threads: int,
+    devices: int = 1,
 ) -> StepTime:
     """Return the time of a step.
 
     On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
-    other with their computation and the library's code, and so does the store if the ranks use all processors. A rank
-    that hands states of its device to the store waits until they are written.
+    other with their computation and the library's code. If the ranks use all processors, the work of the store delays
+    them; see `delay_by_store`. A rank that hands states of its device to the store waits until they are written.
 
     Args:
-        compute_seconds: the seconds of the operations of forward and backward of all micro-batches of the step on one
-            rank.
-        overhead_seconds: the seconds that the code of torch and of this library takes in addition.
+        compute_seconds: the seconds of forward and backward of all micro-batches of the step on one rank.
+        overhead: the time of the library's code in the whole step: its `per_step` and `store_per_step`.
         tokens: the tokens of all ranks and micro-batches of the step.
         store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
         optimizer_threads: the daemon's key of this name.
+        devices: the number of the daemon's data files, each on a device and with threads of its own.
     """
     ranks = layout.world.ranks
     # A gradient is copied, checked for infinities, and read once more for its norm.
-    passes = 3 * traffic.gradients + traffic.put + traffic.copied
+    passes = 3 * traffic.gradients + traffic.put + traffic.returned
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
-    updating, serving = traffic.updated / rates.update, moved * STORE_SECONDS_PER_BYTE
+    updating, checking = traffic.updated / rates.update, moved * _CHECKING_SECONDS_PER_BYTE
+    serving = moved * (STORE_SECONDS_PER_BYTE - _CHECKING_SECONDS_PER_BYTE)
+    # The thread that runs the optimizer also checks the bytes that updates read and write.
+    optimizer = updating + (checking if traffic.updated else 0.0)
+    other = serving + (0.0 if traffic.updated else checking) + overhead.store_per_step
     resources = {
         COMPUTE: compute_seconds,
-        LIBRARY: overhead_seconds,
-        COLLECTIVES: traffic.collectives / rates.collective if rates.collective else 0.0,
+        LIBRARY: overhead.per_step,
+        COLLECTIVES: _collective_seconds(traffic, rates),
         NVME_READ: traffic.nvme_read / rates.nvme_read,
         NVME_WRITTEN: traffic.nvme_written / rates.nvme_write,
         "nvme": _nvme_seconds(traffic, rates),
-        STORE_PROCESSOR: (
-            max(updating / optimizer_threads, serving / _IO_THREADS) if store_has_cores else updating + serving
-        ),
-        DEVICE_UPDATE: traffic.updated_on_device / rates.update if is_cpu else 0.0,
+        STORE_PROCESSOR: max(optimizer / optimizer_threads, other / (_IO_THREADS * devices)),
+        DEVICE_UPDATE: traffic.updated_on_device / rates.device_update if rates.device_update else 0.0,
         HAND_OVER: traffic.put * ranks / rates.nvme_write,
     }
     if is_cpu:
-        # Units that are copied get fresh pages each time. Their page faults cost as much as those of mapped units.
-        touched = traffic.mapped + traffic.copied
-        resources[TRAINER_COPIES] = passes / rates.copy + touched / MAPPED_BYTES_PER_SECOND
+        # A unit that is copied gets fresh pages each time, because its memory was given back after its last use.
+        copying = passes / rates.copy + traffic.copied / rates.fresh_copy
+        resources[TRAINER_COPIES] = copying + traffic.mapped / MAPPED_BYTES_PER_SECOND
     else:
         resources[STORE_LINK] = link
+    if rates.host_memory:
+        through = moved + ranks * (traffic.to_rank + traffic.from_rank) + UPDATE_BYTES * traffic.updated
+        resources[HOST_MEMORY] = through / rates.host_memory
     own = [COMPUTE, LIBRARY, COLLECTIVES, DEVICE_UPDATE, HAND_OVER, *([TRAINER_COPIES] if is_cpu else [])]
-    if is_cpu and not store_has_cores:
-        own.append(STORE_PROCESSOR)
     serial = sum(resources[name] for name in own) if is_cpu else 0.0
+    if is_cpu and not store_has_cores:
+        resources[STORE_PROCESSOR] = delay_by_store(serial, optimizer, other)
+        serial += resources[STORE_PROCESSOR]
     seconds = max(serial, *resources.values())
-    hidden = max(resources["nvme"], resources.get(STORE_LINK, 0.0), resources[STORE_PROCESSOR])
+    hidden = max(resources[name] for name in ("nvme", STORE_LINK, STORE_PROCESSOR, HOST_MEMORY) if name in resources)
+    others = max(time for name, time in resources.items() if name != STORE_PROCESSOR)
     return StepTime(
         seconds=seconds,
         resources=resources,
@@ -259,7 +289,36 @@ def predict(
         tokens=tokens,
         hiding_tokens=int(tokens * hidden / compute_seconds) if hidden and compute_seconds else None,
         traffic=traffic,
+        store_cpu_seconds=optimizer + other,
+        store_threads=math.ceil(optimizer / others) if others else 0,
     )
+
+
+def _collective_seconds(traffic: Traffic, rates: Rates) -> float:
+    """Return the seconds of all collectives, which follow each other."""
+    if not rates.collective:
+        return 0.0
+    return traffic.collectives / rates.collective + traffic.collective_calls * rates.collective_latency
+
+
+def delay_by_store(own: float, optimizer: float, other: float) -> float:
+    """Return the seconds by which the store's threads delay ranks that compute on all processors.
+
+    A rank waits at the end of each operation for the slowest of its threads. So a thread of the store delays the whole
+    rank by as much CPU time as it takes on one processor. While two of its threads work, on two processors, the rank is
+    not slower than beside one. The optimizer's thread and those of I/O work at moments that are independent of each
+    other. Beside a rank each of them needs twice its CPU time, so in a step of T seconds both work for
+    (2 optimizer / T) (2 other / T) T seconds, of which half is CPU time: 2 optimizer other / T of the delay is saved.
+    With T = own + delay this is a quadratic equation.
+
+    Args:
+        own: the seconds of a step without the store's work.
+        optimizer: the CPU seconds of the thread that runs the optimizer.
+        other: those of all other threads of the store.
+    """
+    whole = own + optimizer + other
+    step = (whole + math.sqrt(max(0.0, whole**2 - 8 * optimizer * other))) / 2
+    return max(step - own, optimizer, other)
 
 
 def _nvme_seconds(traffic: Traffic, rates: Rates) -> float:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trainer_client.errors import ConfigError
-from trainer_client.plan.probe import Task, measure, probe_directory
+from trainer_client.plan.probe import Task, measure
+from trainer_client.plan.store_probe import StoreUpdate, arena_like, probe_directory
 
 MIB = 1 << 20
 
@@ -36,4 +37,29 @@ def test_a_rank_that_is_alone_has_no_collectives() -> None:
 
     assert measured.compute_seconds == 0.0
     assert measured.collective is None
-    assert min(measured.copy, measured.link, measured.update) > 0
+    assert min(measured.copy, measured.link, measured.update, measured.device_update) > 0
+
+
+def test_memory_like_an_arenas_begins_at_a_huge_page() -> None:
+    view = arena_like(3 * MIB)
+    view[:] = b"a" * (3 * MIB)
+
+    assert torch.frombuffer(view, dtype=torch.uint8).data_ptr() % (2 * MIB) == 0
+    assert bytes(view[-2:]) == b"aa"
+
+
+def test_the_update_of_the_probe_is_the_stores() -> None:
+    elements = 1 << 19
+    update = StoreUpdate(torch.bfloat16, elements)
+    weight = update.weight.clone()
+    states = {"exp_avg": update.first.clone(), "exp_avg_sq": update.second.clone(), "step": torch.tensor(9.0)}
+
+    update()
+
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = update.gradient.float()
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.0, fused=True)
+    optimizer.state[parameter] = states
+    optimizer.step()
+    assert torch.equal(update.weight, parameter.detach())
+    assert update.rounded is not None and torch.equal(update.rounded, update.weight.bfloat16())

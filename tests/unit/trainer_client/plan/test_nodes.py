@@ -1,0 +1,122 @@
+"""The figures of a plan for a node of GPUs are those that the published figures give by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paramserver.store_need import find_need
+from trainer_client.plan.cli import app
+from trainer_client.plan.layout import World
+from trainer_client.plan.nodes import NODES, collective_latency
+
+MODEL: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 300,
+    "n_positions": 32,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+# The groups of a GPT-2 of two blocks: the root's and one of each block.
+GROUPS = 3
+
+
+def planned(tmp_path: Path, options: str) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    arguments = [str(tmp_path), *f"--tokens 16 --no-search --json {options}".split()]
+    result = CliRunner().invoke(app, arguments, obj=find_need)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bytes_per_second", "latency"),
+    [
+        # Seven of eight parts at 360 GB/s; seven steps of 3.4 us after 8.4 us.
+        (1, 360e9 * 8 / 7, 32.2e-6),
+        # Half of the buffer through eight interfaces of 47 GB/s takes 1.33 ps a byte, fifteen sixteenths at 360 GB/s
+        # take 2.60 ps. Fourteen steps in the nodes, and one between them.
+        (2, 360e9 * 16 / 15, 70.0e-6),
+        # 1,249 of 1,250 parts take 2.657 ps a byte through the interfaces, and 2.778 ps over the links of the GPUs.
+        (1250, 360e9 * 10_000 / 9_999, 8.4e-6 + 8_750 * 3.4e-6 + 1_249 * 14e-6),
+    ],
+)
+def test_collectives_scale_as_the_links_do(nodes: int, bytes_per_second: float, latency: float) -> None:
+    world = World(ranks=8, nodes=nodes)
+
+    assert NODES["h100x8"].collective_rate(world) == pytest.approx(bytes_per_second)
+    assert collective_latency(world) == pytest.approx(latency)
+
+
+def test_a_rank_that_is_alone_has_no_collectives() -> None:
+    assert NODES["h100x8"].collective_rate(World(ranks=1)) is None
+    assert collective_latency(World(ranks=1)) == 0.0
+
+
+def test_each_resource_is_its_bytes_over_the_published_rate(tmp_path: Path) -> None:
+    found = planned(tmp_path, "--node h100x8 --optimizer-threads 4")
+
+    step, store = found["step"], found["store"]
+    traffic, resources = step["traffic"], step["resources"]
+    assert found["world"] == {"ranks_per_node": 8, "nodes": 1} and found["device"] == "cuda"
+    assert found["capacities"]["device"] == 80e9
+    # Each rank has an eighth of the parameters, which are padded. They come in forward and backward, but the root and
+    # the last block once; its gradient goes. Each group is gathered for each use, and its gradient is reduced once.
+    assert traffic["collective_calls"] == GROUPS * 3
+    assert traffic["collectives"] == pytest.approx(3 * 2 * found["parameters"], rel=0.02)
+    assert resources["collectives"] == pytest.approx(traffic["collectives"] / (360e9 * 8 / 7) + 9 * 32.2e-6)
+    assert resources["store_link"] == pytest.approx((traffic["to_rank"] + traffic["from_rank"]) / 54.4e9)
+    assert resources["nvme_written"] == pytest.approx(store["written_bytes"] / 28e9)
+    # The weights, two states and the parameters are written; in this small model whole pages of them are much more.
+    assert 14 * found["parameters"] < store["written_bytes"] < 1.2 * 14 * found["parameters"]
+    updating, moved = traffic["updated"] / (151e6 / 0.24), traffic["nvme_read"] + traffic["nvme_written"]
+    assert step["store_cpu_seconds"] == pytest.approx(updating + moved * 0.15e-9)
+    assert resources["store_processor"] == pytest.approx((updating + moved * 0.085e-9) / 4)
+    links = 8 * (traffic["to_rank"] + traffic["from_rank"])
+    assert resources["host_memory"] == pytest.approx((moved + links + 28 * traffic["updated"]) / (614.4e9 * 0.7))
+    assert resources["compute"] == pytest.approx(step["flops"] / 400e12)
+    assert step["seconds"] == max(resources.values())
+
+
+def test_states_on_the_device_are_updated_at_the_rate_of_its_memory(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+        "paramserver": {"durability": "none"},
+    }
+    (tmp_path / "training.json").write_text(json.dumps(config))
+
+    slow, fast = (
+        planned(tmp_path, f"--node {node} --config {tmp_path / 'training.json'}") for node in ("h100x8", "h200x8")
+    )
+
+    elements = slow["step"]["traffic"]["updated_on_device"]
+    assert slow["step"]["resources"]["device_update"] == pytest.approx(elements * 28 / 3350e9)
+    assert fast["step"]["resources"]["device_update"] == pytest.approx(elements * 28 / 4800e9)
+
+
+def test_options_win_over_the_node(tmp_path: Path) -> None:
+    found = planned(tmp_path, "--node h200x8 --nnodes 4 --nproc-per-node 4 --device-link 450GB --hbm 96GB --flops 1e14")
+
+    assert found["world"] == {"ranks_per_node": 4, "nodes": 4}
+    assert found["rates"]["device_link"] == 450e9
+    assert found["capacities"]["device"] == 96e9
+    assert found["step"]["resources"]["compute"] == pytest.approx(found["step"]["flops"] / 1e14)
+
+
+def test_a_node_that_is_not_known_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(tmp_path), "--node", "v100x8"], obj=find_need)
+
+    assert result.exit_code == 2
+    assert "--node v100x8: known are h100x8, h200x8" in " ".join(result.stderr.split())

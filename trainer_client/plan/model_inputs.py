@@ -1,0 +1,50 @@
+"""The arguments with which a planned model is run: a language model's, or those that a function of the user makes.
+
+This module must never run the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from trainer_client.errors import ConfigError
+
+Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
+
+
+def make_batch(model: nn.Module, inputs: str | None) -> Batch:
+    """Return the function that makes the arguments of forward.
+
+    Args:
+        inputs: MODULE:CALLABLE, or None for a language model.
+
+    Raises:
+        ConfigError: there is no such function, or the model takes other arguments than input_ids and labels.
+    """
+    if inputs is not None:
+        module, _, name = inputs.partition(":")
+        try:
+            found: Batch = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"--inputs {inputs}: {error}; write MODULE:CALLABLE") from error
+        return found
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names or "labels" not in names:
+        raise ConfigError(
+            f"the forward of {type(model).__name__} does not take input_ids and labels: give --inputs MODULE:CALLABLE, "
+            "a function of (samples, tokens) that returns its arguments by name"
+        )
+
+    words = getattr(getattr(model, "config", None), "vocab_size", 1)
+
+    def language(samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
+        # The rows of an embedding that a pass reads and adds to are different ones, as in training.
+        ids = torch.arange(samples * tokens).reshape(samples, tokens) % words
+        return {"input_ids": ids, "labels": ids}
+
+    return language

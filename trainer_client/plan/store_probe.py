@@ -1,0 +1,204 @@
+"""The probe of what a store does: reads and writes of a directory, and updates of optimizer states.
+
+The memory that is read, written and updated is in huge pages wherever the kernel can collapse it, as a daemon's arena
+is. In pages of 4 KiB a device reads large requests at half of its rate, and an update takes twice as long, so rates
+that were measured in such memory say nothing about a store.
+
+This module owns the files and the memory that it makes, and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.update import update_shards
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ConfigError
+
+_REQUEST_BYTES = 4 << 20
+# Each thread moves its requests from or to this much memory in turn, because a store's slabs and tiles do not stay in
+# the processor's caches, either.
+_BUFFER_BYTES = 4 * _REQUEST_BYTES
+_FILE_BYTES = 512 << 20
+# The numbers of reading and of writing threads of a daemon.
+_READERS, _WRITERS = 4, 2
+# Each rate is the median of this many turns. A turn reads, writes and does both, so that a disturbance of a second
+# spoils one sample of each, and not all samples of one.
+_TURNS = 3
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+# The elements of the update that is timed: fp32 arrays of 64 MiB. They are larger than the processor's caches, because
+# in training, too, the states are not in the caches any more when their next update comes.
+_UPDATE_ELEMENTS = 16 << 20
+# The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
+# storage/transform.py).
+_PART_ELEMENTS = 1 << 18
+
+
+class StoreUpdate:
+    """An update of AdamW states as a daemon makes it: part by part, in memory like that of its arena.
+
+    The gradient is converted to fp32 first, and the new weight is rounded to the type of the parameter at last, as by
+    paramserver/optimizer_kernel.py.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, elements: int = _UPDATE_ELEMENTS) -> None:
+        """Allocate the states.
+
+        Args:
+            dtype: the dtype of gradients and parameters if it is not fp32, so that there is a master weight.
+            elements: number of elements, a multiple of the parts.
+        """
+        self.elements = elements
+        self.weight, self.first, self.second = (_floats(elements, torch.float32) for _ in range(3))
+        self.second.abs_()
+        self.gradient = _floats(elements, dtype or torch.float32)
+        self.rounded = None if dtype in (None, torch.float32) else _floats(elements, dtype or torch.float32)
+        self._scratch = torch.empty(_PART_ELEMENTS)
+        self._row = HyperParameters(
+            adamw=pb.AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, update_count=10)
+        )
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Update all elements once, on the threads that torch computes with."""
+        for start in range(0, self.elements, _PART_ELEMENTS):
+            part = slice(start, start + _PART_ELEMENTS)
+            weight = self.weight[part]
+            self._scratch.copy_(self.gradient[part])
+            update_shards(
+                [(start, weight.numel(), self._row)],
+                weight,
+                self._scratch,
+                {pb.KIND_EXP_AVG: self.first[part], pb.KIND_EXP_AVG_SQ: self.second[part]},
+                grad_scale=1.0,
+                clip_value=None,
+                start=start,
+            )
+            if self.rounded is not None:
+                self.rounded[part].copy_(weight)
+
+
+def _floats(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return random numbers in memory like an arena's."""
+    found = torch.frombuffer(arena_like(elements * dtype.itemsize), dtype=dtype)
+    return found.uniform_(-0.5, 0.5)
+
+
+def arena_like(nbytes: int) -> memoryview:
+    """Return private memory that lies in huge pages, unless the kernel refuses that, as a daemon's arena does.
+
+    The memory is mapped until the last view of it is gone.
+    """
+    mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    lead = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
+    view = memoryview(mapped)[lead : lead + nbytes]
+    # Only pages that are there can be collapsed.
+    for offset in range(0, nbytes, mmap.PAGESIZE):
+        view[offset] = 1
+    whole = nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if whole:
+        # Where the kernel refuses, the daemon's arena stays in ordinary pages, too.
+        with contextlib.suppress(OSError):
+            mapped.madvise(_MADV_COLLAPSE, lead, whole)
+    return view
+
+
+def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[float, float, float]:
+    """Return the rates of reading, of writing, and of both at once (each way) in bytes per second.
+
+    Two files of `file_bytes` are written, and removed. The requests are of 4 MiB and bypass the page cache where the
+    file system supports that.
+
+    Raises:
+        ConfigError: the directory cannot be written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (
+            TemporaryDirectory(dir=directory, prefix="plan-probe-") as scratch,
+            _File(Path(scratch) / "one", file_bytes) as one,
+            _File(Path(scratch) / "two", file_bytes) as two,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            buffers = [arena_like(_BUFFER_BYTES) for _ in range(_READERS + _WRITERS)]
+            to_read, to_write = buffers[:_READERS], buffers[_READERS:]
+            for buffer in to_write:
+                buffer[:] = os.urandom(_BUFFER_BYTES)
+
+            def both() -> None:
+                moves = [pool.submit(one.move, to_read, writes=False), pool.submit(two.move, to_write, writes=True)]
+                for move in moves:
+                    move.result()
+
+            # The first write of a file also allocates its blocks, which a store does once. So later writes are timed.
+            one.move(to_write, writes=True)
+            two.move(to_write, writes=True)
+            turns = [
+                (
+                    _seconds(lambda: one.move(to_read, writes=False)),
+                    _seconds(lambda: two.move(to_write, writes=True)),
+                    _seconds(both),
+                )
+                for _ in range(_TURNS)
+            ]
+    except OSError as error:
+        raise ConfigError(
+            f"--dir {directory} cannot be probed ({error.strerror}): choose another one, or give --nvme-read and "
+            "--nvme-write"
+        ) from error
+    read, write, mixed = (file_bytes / statistics.median(taken) for taken in zip(*turns, strict=True))
+    return read, write, mixed
+
+
+class _File:
+    """A file that threads read or write whole, in requests of 4 MiB."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        self._nbytes = nbytes
+
+    def __enter__(self) -> _File:
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(self._path, flags, 0o600)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def move(self, buffers: list[memoryview], *, writes: bool) -> None:
+        """Move all bytes of the file from or to the buffers, each of which has a thread."""
+
+        def part(first: int) -> None:
+            step = len(buffers) * _REQUEST_BYTES
+            for turn, offset in enumerate(range(first * _REQUEST_BYTES, self._nbytes, step)):
+                begin = turn * _REQUEST_BYTES % _BUFFER_BYTES
+                request = buffers[first][begin : begin + _REQUEST_BYTES]
+                (os.pwritev if writes else os.preadv)(self._fd, [request], offset)
+
+        with ThreadPoolExecutor(len(buffers)) as pool:
+            list(pool.map(part, range(len(buffers))))
+
+
+def _seconds(move: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    move()
+    return time.perf_counter() - began
