@@ -174,6 +174,7 @@ def _keep_replicas(rank: RankContext, job: Job, resources: ExitStack) -> Replica
                 origin=Place.of(store.address, store.credentials),
                 holder=Place.of(holder, store.credentials),
                 finish_seconds=section.replica.timeout_seconds,
+                bytes_a_second=section.replica.bandwidth,
             )
             followers.append(FollowerProcess(order.to_json(), holder))
     replicas = Replicas(

@@ -163,6 +163,11 @@ class ReplicaSection(Section):
         description="how long a commit waits for the replicas with `durability` `replicated`, and the end of a run for "
         "those that are well",
     )
+    bandwidth: Annotated[ByteSize, Field(ge=1 << 20)] | None = Field(
+        default=None,
+        description="most bytes that a follower sends in a second, at least `1MiB`, so that replicas leave the network "
+        "to training; each replica of each daemon has this limit of its own; null: no limit",
+    )
 
 
 class ParamserverSection(Section):

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
 from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import StoreError, TrainerClientError
@@ -83,12 +84,14 @@ class FollowerOrder:
         origin: the daemon that commits it.
         holder: the daemon that gets the replica.
         finish_seconds: how long the follower goes on at most after its standard input has ended.
+        bytes_a_second: the most bytes that the follower sends in a second; None: as many as it can.
     """
 
     job: str
     origin: Place
     holder: Place
     finish_seconds: float
+    bytes_a_second: int | None = None
 
     def to_json(self) -> str:
         """Return the order as one line."""
@@ -137,7 +140,7 @@ class Follower:
         self._newest: int | None = None
         self._finish_at: float | None = None
         self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
-        self._put_run = PutRun(self._holder)
+        self._put_run = PutRun(self._holder, pace=Pace(order.bytes_a_second))
 
     def finish(self) -> None:
         """Let `run` copy the newest step and return. Any thread may call this."""

@@ -24,6 +24,7 @@ import xxhash
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
+from trainer_client.copying.pace import Pace
 from trainer_client.copying.stored_step import StoredStep, digest_batches
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
@@ -123,9 +124,15 @@ class PutRun:
     the unfinished step.
     """
 
-    def __init__(self, target: Connection) -> None:
-        """Prepare a run, which opens the job with the first step that it puts. `target` is not closed."""
+    def __init__(self, target: Connection, *, pace: Pace | None = None) -> None:
+        """Prepare a run, which opens the job with the first step that it puts.
+
+        Args:
+            target: the daemon that gets the steps; it is not closed.
+            pace: the pace of what is sent; None: no limit.
+        """
         self.target = target
+        self.pace = Pace() if pace is None else pace
         # A session for each rank of the source; none before the first step.
         self.sessions: list[StoreSession] = []
         # The layout's name in the target, and the newest step there.
@@ -382,6 +389,7 @@ class _Putting:
     def _counted(self, parts: Iterator[torch.Tensor], digest: Any) -> Iterator[torch.Tensor]:
         for part in parts:
             digest.update(part.numpy().data)
+            self._run.pace.wait(part.numel())
             yield part
             self._sent_bytes += part.numel()
             self._report(part.numel())
