@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from paramserver.contract.durability import REPLICATED
+from paramserver.contract.replica_names import name_replica
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
@@ -120,6 +121,7 @@ def _make_parts(
         newest=job.resumed_step,
         handed_over=job.handed_over_step,
         on_made=_keep_replicas(rank, job, resources).note_commit,
+        meet=rank.collectives.barrier if _has_replicated_parts(rank, job) else lambda: None,
     )
     passes = BackwardPasses(step, scaler, micro_batches, commits)
     hooks = UnitHooks(
@@ -153,27 +155,37 @@ def _make_parts(
     )
 
 
+def _has_replicated_parts(rank: RankContext, job: Job) -> bool:
+    """Return whether the job has replicas, and its ranks use several daemons, each of which has a part of it."""
+    return bool(rank.settings.paramserver.replicas) and job.sharers < rank.collectives.world_size
+
+
 def _keep_replicas(rank: RankContext, job: Job, resources: ExitStack) -> Replicas:
     """Start the followers of this rank's store, if the config asks for replicas and this rank speaks for the store.
 
     Raises:
-        ConfigError: the config names too few other daemons, or the job is on several stores.
+        ConfigError: the config names too few other daemons, or the job is on several stores and does not wait for the
+            replicas.
     """
     section, store = rank.settings.paramserver, rank.store
-    if section.replicas and job.sharers < rank.collectives.world_size:
+    part = job.part if _has_replicated_parts(rank, job) else None
+    if part is not None and section.durability != REPLICATED:
         raise ConfigError(
-            f"paramserver.replicas = {section.replicas}: the ranks of this job use several daemons, and replicas are "
-            "of jobs on one; set it to 0, and export the job from time to time (`paramserver export`)"
+            f"paramserver.durability = {section.durability!r}: the ranks of this job use several daemons, and after a "
+            "loss it can go on only from a step that all of these have, so commits have to wait for all replicas; set "
+            f'it to "{REPLICATED}", or paramserver.replicas to 0'
         )
     followers = []
     if section.replicas and job.leads_store:
         addresses = section.replica.addresses
-        for holder in choose_holders(addresses, section.replicas, store.epoch, store.credentials):
+        holders = choose_holders(addresses, section.replicas, store.epoch, store.credentials, is_ring=part is not None)
+        for holder in holders:
             order = FollowerOrder(
                 job=section.job,
                 origin=Place.of(store.address, store.credentials),
                 holder=Place.of(holder, store.credentials),
                 finish_seconds=section.replica.timeout_seconds,
+                held_as=None if part is None else name_replica(section.job, part),
                 bytes_a_second=section.replica.bandwidth,
             )
             followers.append(FollowerProcess(order.to_json(), holder))

@@ -6,6 +6,8 @@ import enum
 import fnmatch
 from dataclasses import dataclass
 
+from paramserver.contract.replica_names import replicated_job
+
 
 class Role(enum.StrEnum):
     """The rights of a token."""
@@ -24,9 +26,12 @@ class Principal:
     may_delete: bool = False
 
     def allows(self, job: str) -> bool:
-        """Return whether the principal may see and use the job."""
+        """Return whether the principal may see and use the job. Who may use a job may use its replicas, too."""
         # `fnmatchcase` treats names as plain text, so `*` also matches slashes and dots.
-        return self.role is Role.ADMIN or any(fnmatch.fnmatchcase(job, pattern) for pattern in self.jobs)
+        names = [job] if (replicated := replicated_job(job)) is None else [job, replicated]
+        return self.role is Role.ADMIN or any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in self.jobs for name in names
+        )
 
     def allows_deletion(self, job: str) -> bool:
         """Return whether the principal may delete the job."""

@@ -390,3 +390,48 @@ def test_nodes_with_the_configuration_of_kubernetes_are_upgraded_under_a_job(
             job.close()
     assert all(result["restarts"] == 1 for result in job.results())
     check_same_bits(job, tmp_path)
+
+
+@pytest.mark.runbooks
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_node_of_several_is_lost_under_a_job_whose_parts_have_replicas(
+    tmp_path: Path, no_switch: str | None, count: int
+) -> None:
+    """Each node has a rank, with dropout, and the file of the component `tls`. The last one is lost with its disks."""
+    if no_switch is not None:
+        pytest.skip(no_switch)
+    config = (ROOT / "deploy/kubernetes/components/tls/paramserver.toml").read_text()
+    section = {"replicas": 1, "replica": {"addresses": list(NODES[:count])}, "durability": "replicated"}
+    job_config = CONFIG | {"paramserver": CONFIG["paramserver"] | section}
+    plan = Plan(directory=str(tmp_path / "job"), config=job_config, pause_seconds=PAUSE_SECONDS)
+    with machines_of(tmp_path / "nodes", NODES[:count], apart=True) as machines:
+        for machine in machines:
+            set_up(machine, NODES[0], None if machine is machines[0] else machines[0])
+            machine.configure(config, whole=True)
+            machine.sh(PREPARE if machine is machines[0] else START)
+        *others, lost = machines
+        job = Training(plan, machines)
+        try:
+            job.start()
+            job.allow(3)
+            job.wait_for(3)
+            job.allow(NO_LIMIT)
+            followers = followers_of(others[0])
+            job.ranks[-1].kill()
+            for follower in followers:
+                os.kill(follower, signal.SIGKILL)
+            lost.lose()
+            assert all(job.ended())
+            lost_at = job.step
+            # The rank of the lost node goes on at the first one. With one node left, no daemon could hold a replica.
+            if count == 2:
+                alone = {"durability": "step", "peers": [NODES[0]]}
+                plan = replace(plan, config=CONFIG | {"paramserver": CONFIG["paramserver"] | alone})
+            job.change(plan, [*others, others[0]])
+            job.finish(lost_at + 2)
+        finally:
+            job.close()
+    # The step that was under way had no commit that was confirmed to the ranks.
+    assert all(result["resumed_step"] >= lost_at - 1 for result in job.results())
+    job.plan = replace(plan, config=CONFIG)
+    check_same_bits(job, tmp_path)

@@ -15,11 +15,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
 from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
 from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED
+from paramserver.contract.replica_names import replicated_job
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
 from trainer_client.config.zero import Fraction
@@ -294,6 +296,13 @@ class ParamserverSection(Section):
     telemetry: Annotated[TelemetrySection | None, Agreement.NONE] = Field(
         default=None, description="traces of steps for an OpenTelemetry collector"
     )
+
+    @field_validator("job")
+    @classmethod
+    def _check_job(cls, job: str) -> str:
+        if (replicated := replicated_job(job)) is not None:
+            raise ValueError(f"job {job!r} is the name of a replica of job {replicated!r}; choose another name")
+        return job
 
     @model_validator(mode="after")
     def _check_replicas(self) -> ParamserverSection:

@@ -83,14 +83,16 @@ class FollowerOrder:
         job: the job.
         origin: the daemon that commits it.
         holder: the daemon that gets the replica.
-        finish_seconds: how long the follower goes on at most after its standard input has ended.
+        held_as: the name of the replica there, see paramserver/contract/replica_names.py; None: the name of the job.
         bytes_a_second: the most bytes that the follower sends in a second; None: as many as it can.
+        finish_seconds: how long the follower goes on at most after its standard input has ended.
     """
 
     job: str
     origin: Place
     holder: Place
     finish_seconds: float
+    held_as: str | None = None
     bytes_a_second: int | None = None
 
     def to_json(self) -> str:
@@ -140,7 +142,8 @@ class Follower:
         self._newest: int | None = None
         self._finish_at: float | None = None
         self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
-        self._put_run = PutRun(self._holder, pace=Pace(order.bytes_a_second))
+        # A replica under a name of its own is no other program's, so steps that its job has left may be given up.
+        self._put_run = PutRun(self._holder, pace=Pace(order.bytes_a_second), gives_up_newer=order.held_as is not None)
 
     def finish(self) -> None:
         """Let `run` copy the newest step and return. Any thread may call this."""
@@ -221,7 +224,7 @@ class Follower:
         if not self._put_run.sessions:
             # No step is held while the holder does not answer, so that it is the newest one that goes there afterwards.
             self._holder.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
-        with StoredStep(self._origin, self._order.job) as source:
+        with StoredStep(self._origin, self._order.job, put_as=self._order.held_as) as source:
             step = source.description
             # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
             if self._finish_at is not None or not self._put_run.takes(step):

@@ -124,15 +124,18 @@ class PutRun:
     the unfinished step.
     """
 
-    def __init__(self, target: Connection, *, pace: Pace | None = None) -> None:
+    def __init__(self, target: Connection, *, pace: Pace | None = None, gives_up_newer: bool = False) -> None:
         """Prepare a run, which opens the job with the first step that it puts.
 
         Args:
             target: the daemon that gets the steps; it is not closed.
             pace: the pace of what is sent; None: no limit.
+            gives_up_newer: whether a step of the target that is as new as the source's, or newer, is rolled back if it
+                differs. The target has it when the job itself went back, or was laid out anew from an older step.
         """
         self.target = target
         self.pace = Pace() if pace is None else pace
+        self.gives_up_newer = gives_up_newer
         # A session for each rank of the source; none before the first step.
         self.sessions: list[StoreSession] = []
         # The layout's name in the target, and the newest step there.
@@ -192,6 +195,8 @@ class _Putting:
         self._run = run
         self._target = run.target
         self._on_progress = on_progress
+        # The step to which the target is rolled back before it gets this one; None: it is not.
+        self._goes_back_to: int | None = None
         self._total_bytes = self._step.size_bytes
         self._done_bytes = 0
         self._sent_bytes = 0
@@ -203,7 +208,7 @@ class _Putting:
             raise CopyError(f"{self._step.origin} of {self._source.name} names no rank, so no run can put it")
         wanted = self._compare() if last is None else self._changed_since(last)
         same_bytes = self._total_bytes - sum(slab.size_bytes for slab in wanted if slab.version is not None)
-        if last is None and self._run.newest == self._step.step.step:
+        if last is None and self._run.newest == self._step.step.step and self._goes_back_to is None:
             if wanted:
                 raise CopyError(
                     f"{self._target.address} has another step {self._run.newest} of job {self._step.step.job!r}: "
@@ -234,6 +239,11 @@ class _Putting:
             # One session copies all bytes, so the others need no mapping.
             self._run.sessions.append(self._target.new_session(maps_memory=number == 0))
         self._open(self._run.sessions, run_id)
+        if self._goes_back_to is not None:
+            request, call = pb.RollBackRequest(step=self._goes_back_to), Call(None, COMMIT_DEADLINE_SECONDS)
+            self._run.sessions[0].call("RollBack", request, call)
+            self._run.newest = self._goes_back_to
+        self._lay_out(self._run.sessions)
         return self._already_put(self._run.sessions[0], wanted) if resumes else set()
 
     # --- what the target has
@@ -255,23 +265,36 @@ class _Putting:
             return [slab for slab in self._step.slabs.values() if slab.version is not None]
         present = stored.layouts[-1]
         self._run.newest = max(present.steps)
-        if self._run.newest > wanted.step:
+        self._run.is_same_layout = present.layout in (self._run.layout, self._run.layout or _UNNAMED_LAYOUT)
+        if self._run.gives_up_newer and self._run.newest >= wanted.step and not self._is_there():
+            self._goes_back_to = max((number for number in present.steps if number < wanted.step), default=None)
+        newest = self._run.newest if self._goes_back_to is None else self._goes_back_to
+        if newest > wanted.step:
             raise CopyError(
                 f"{self._target.address} has step {self._run.newest} of job {job!r}, and step {wanted.step} is older: "
                 "roll it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`) first"
             )
-        self._run.is_same_layout = present.layout in (self._run.layout, self._run.layout or _UNNAMED_LAYOUT)
         if self._run.is_same_layout:
             self._run.layout = present.layout
-            with StoredStep(self._target, job) as theirs:
+            with StoredStep(self._target, job, self._goes_back_to) as theirs:
                 return self._differing(theirs)
-        if self._run.newest == wanted.step or any(one.layout == self._run.layout for one in stored.layouts):
+        if newest == wanted.step or any(one.layout == self._run.layout for one in stored.layouts):
             raise CopyError(
                 f"{self._target.address} has job {job!r} in another layout, {present.layout!r}, at step "
                 f"{self._run.newest}; delete it there (`paramserver-admin delete-job`), or copy a later step"
             )
         self._run.layout = self._run.layout or _UNNAMED_LAYOUT
         return [slab for slab in self._step.slabs.values() if slab.version is not None]
+
+    def _is_there(self) -> bool:
+        """Return whether the target's newest step is this one, bit for bit."""
+        ours = self._step
+        if not self._run.is_same_layout or self._run.newest != ours.step.step:
+            return False
+        with StoredStep(self._target, ours.step.job) as theirs:
+            former = theirs.description
+            is_alike = ours.has_groups_of(former) and dict(ours.client_states) == dict(former.client_states)
+            return is_alike and not self._differing(theirs)
 
     def _differing(self, theirs: StoredStep) -> list[StoredSlab]:
         """Return the slabs whose bytes in the target's newest step are not those of the source."""
@@ -318,7 +341,7 @@ class _Putting:
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
     def _open(self, sessions: Sequence[StoreSession], run_id: str) -> None:
-        """Open the job as all its ranks, in its layout, with all its groups."""
+        """Open the job as all its ranks, in its layout."""
         step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
         for session, rank in zip(sessions, sorted(self._step.client_states), strict=True):
             request = pb.OpenJobRequest(
@@ -339,6 +362,10 @@ class _Putting:
                     f"job {step.job!r} was at step {self._run.newest} in {self._target.address} and is now at "
                     f"{newest}: another program uses it; copy again when that has ended"
                 )
+
+    def _lay_out(self, sessions: Sequence[StoreSession]) -> None:
+        """Begin the layout of the step, unless the target has it already, and declare all groups."""
+        step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
         if not self._run.is_same_layout and step.step:
             for session in sessions:
                 session.call("BeginLayout", pb.BeginLayoutRequest(first_step=step.step), call)

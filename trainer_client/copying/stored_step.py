@@ -64,8 +64,18 @@ class _Part:
 class StoredStep:
     """A step of a daemon's job, which implements StepSource. As a context manager it releases the step at its end."""
 
-    def __init__(self, connection: Connection, job: str, step: int | None = None, kept: str | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        job: str,
+        step: int | None = None,
+        kept: str | None = None,
+        *,
+        put_as: str | None = None,
+    ) -> None:
         """Open the step: the one named `kept`, or number `step`, or without both the newest one.
+
+        With `put_as` the description has this name of the job, so the step is put under it.
 
         Raises:
             StoreNotFoundError: there is no such job, step or kept step.
@@ -78,6 +88,8 @@ class StoredStep:
         self._asked_in: StoreSession | None = None
         try:
             self.description = self._describe()
+            if put_as is not None:
+                self.description.step.job = put_as
         except BaseException:
             self.close()
             raise

@@ -37,6 +37,8 @@ class Commits:
         handed_over: number of the first commit, if states are handed over for it already; None: they are not.
         on_made: is called with the number of each commit once it is as durable as the store makes it. The commit counts
             as made when this returns; an error of it is raised by `wait`.
+        meet: returns when all ranks have called it, each after its last commit was made. A job on several daemons whose
+            commits wait for replicas needs it: a daemon may delete an older step only when all replicas have the next.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Commits:
         newest: int | None,
         handed_over: int | None,
         on_made: Callable[[int], None] = lambda _: None,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.newest = newest
+        self._meet = meet
         self._on_made = on_made
         self._handed_over = handed_over
         self._store = store
@@ -113,6 +117,7 @@ class Commits:
         commit as settled: all ranks have it, because they meet between two commits.
         """
         self.wait()
+        self._meet()
         settled = 0 if self.newest is None else self.newest
         for state in self._states:
             state.flush(self.next)

@@ -65,6 +65,7 @@ class Job:
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
         leads_store: whether this rank speaks for all ranks that use its store.
+        part: the number of this rank's store among those of the job, by the first rank of each.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
@@ -90,7 +91,9 @@ class Job:
         self._collectives = collectives
         self._place = rank.place
         self._policy = PrecisionPolicy.of(settings)
-        self._store_ranks = self._within_one_epoch(self._find_sharers)
+        stores = self._within_one_epoch(self._find_stores)
+        self.part = next(part for part, ranks in enumerate(stores) if collectives.rank in ranks)
+        self._store_ranks = stores[self.part]
         self.sharers = len(self._store_ranks)
         self.leads_store = self._store_ranks[0] == collectives.rank
         placement = PlacementPolicy.of(settings)
@@ -170,13 +173,16 @@ class Job:
                 raise failure
             return found[0]
 
-    def _find_sharers(self) -> Sequence[int]:
-        """Return the ranks that use the same store as this one, because their daemons have its epoch.
+    def _find_stores(self) -> Sequence[Sequence[int]]:
+        """Return the ranks of each store, which are those whose daemons have one epoch, by the first ranks.
 
         All ranks must call this.
         """
         epoch = hashlib.sha256(self._store.epoch.encode()).digest()[:_ID_BYTES]
-        return [number for number, other in enumerate(self._collectives.gather_ids(epoch)) if other == epoch]
+        stores: dict[bytes, list[int]] = {}
+        for number, other in enumerate(self._collectives.gather_ids(epoch)):
+            stores.setdefault(other, []).append(number)
+        return list(stores.values())
 
     def _fill(
         self, start: Start | None, opened: pb.OpenJobResponse, initial_values: InitialValues

@@ -32,16 +32,22 @@ _PROGRAM = Path(__file__).parents[1] / "copying" / "follow.py"
 _RESTART_SECONDS = 5.0
 
 
-def choose_holders(addresses: Sequence[str], replicas: int, own_epoch: str, credentials: Credentials) -> list[str]:
+def choose_holders(
+    addresses: Sequence[str], replicas: int, own_epoch: str, credentials: Credentials, *, is_ring: bool
+) -> list[str]:
     """Return the addresses of the daemons that get the replicas: the first ones that are not the job's own daemon.
 
-    Daemons that answer come before those that do not.
+    With `is_ring` they are the next ones after the own daemon, and the list begins anew behind its end, so that the
+    parts of a job on several daemons are spread over these. Daemons that answer come before those that do not.
 
     Raises:
         ConfigError: there are too few.
     """
     epochs = {address: _epoch_of(address, credentials) for address in addresses}
-    others = [address for address in epochs if epochs[address] != own_epoch]
+    ring = list(epochs)
+    own = next((place for place, address in enumerate(ring) if epochs[address] == own_epoch), 0)
+    ring = [*ring[own:], *ring[:own]] if is_ring else ring
+    others = [address for address in ring if epochs[address] != own_epoch]
     if len(others) < replicas:
         raise ConfigError(
             f"paramserver.replicas = {replicas}: replica.addresses ({', '.join(addresses)}) names {len(others)} "

@@ -32,6 +32,7 @@ import grpc
 
 from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD
+from paramserver.contract.replica_names import replicated_job
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ClientStateError, JobConflictError, TrainerClientError
 from trainer_client.model.flat_group import FlatGroup
@@ -239,7 +240,8 @@ class _Search:
         self._job = job
         self._groups = groups
         self._credentials = store.credentials
-        self._views = {view.store.epoch: view for view in views}
+        # A daemon may have a part of the job, and replicas of other daemons' parts.
+        self._views = {(view.store.epoch, ""): view for view in views}
         self._problems: list[str] = []
         for address in peers:
             self._add_peer(address)
@@ -267,7 +269,7 @@ class _Search:
                 else f"step {step} lacks {missing}"
             )
         if steps or self._problems:
-            asked = ", ".join(view.store.address for view in self._views.values())
+            asked = ", ".join(dict.fromkeys(view.store.address for view in self._views.values()))
             raise JobConflictError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"job {self._job!r} has no step that is whole on the stores {asked}: {'; '.join(self._problems)}. "
@@ -280,11 +282,15 @@ class _Search:
         try:
             with connect(StoreAddress(address=address), self._credentials) as client:
                 store = StoreAddress(address=address, epoch=client.epoch)
-                layouts = [job.layouts for job in client.list_jobs() if job.name == self._job]
+                stored = client.list_jobs()
         except TrainerClientError as error:
             self._problems.append(f"{address}: {error}")
             return
-        self._views.setdefault(store.epoch, _View(store=store, layouts=layouts[0] if layouts else ()))
+        layouts = {job.name: job.layouts for job in stored}
+        self._views.setdefault((store.epoch, ""), _View(store=store, layouts=layouts.get(self._job, ())))
+        for name, held in layouts.items():
+            if replicated_job(name) == self._job:
+                self._views[store.epoch, name] = _View(store=replace(store, held_as=name), layouts=held)
 
     def _ask(
         self, layout: str, step: int, stores: Iterable[StoreAddress]
@@ -295,7 +301,8 @@ class _Search:
         with ExitStack() as parts:
             for store in stores:
                 try:
-                    part = StepPart(connect(store, self._credentials), self._job, layout, step)
+                    client = connect(store, self._credentials)
+                    part = StepPart(client, store.held_as or self._job, layout, step)
                 except TrainerClientError as error:
                     self._problems.append(f"{store.address}: {error}")
                     continue

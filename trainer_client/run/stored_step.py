@@ -32,11 +32,14 @@ class StoreAddress:
         epoch: the random name of the daemon's start. It identifies the daemon, because on another node another daemon
             may have the same address. "": any daemon that answers is meant.
         wait_seconds: how long to wait until it answers.
+        held_as: the name under which the daemon has its part of the job, if that is the replica of another daemon's;
+            "": the name of the job.
     """
 
     address: str
     epoch: str = ""
     wait_seconds: float = _CONNECT_SECONDS
+    held_as: str = ""
 
 
 def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
@@ -125,7 +128,8 @@ class StoredStep:
         for index, store in enumerate(self._stores):
             if index == len(self._parts):
                 client = connect(store, self._credentials)
-                self._parts.append(StepPart(client, self.job, self._layout, self.step, self._kept))
+                name = store.held_as or self.job
+                self._parts.append(StepPart(client, name, self._layout, self.step, self._kept))
             yield self._parts[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
