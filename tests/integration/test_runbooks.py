@@ -401,7 +401,9 @@ def test_a_node_of_several_is_lost_under_a_job_whose_parts_have_replicas(
     if no_switch is not None:
         pytest.skip(no_switch)
     config = (ROOT / "deploy/kubernetes/components/tls/paramserver.toml").read_text()
-    section = {"replicas": 1, "replica": {"addresses": list(NODES[:count])}, "durability": "replicated"}
+    # The ranks whose holder was lost end after this time.
+    replica = {"addresses": list(NODES[:count]), "timeout_seconds": 20.0}
+    section = {"replicas": 1, "replica": replica, "durability": "replicated"}
     job_config = CONFIG | {"paramserver": CONFIG["paramserver"] | section}
     plan = Plan(directory=str(tmp_path / "job"), config=job_config, pause_seconds=PAUSE_SECONDS)
     with machines_of(tmp_path / "nodes", NODES[:count], apart=True) as machines:

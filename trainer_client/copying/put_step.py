@@ -195,7 +195,7 @@ class _Putting:
         self._run = run
         self._target = run.target
         self._on_progress = on_progress
-        # The step to which the target is rolled back before it gets this one; None if it need not be.
+        # The step to which the target is rolled back before it gets this one. None if it has no newer step.
         self._goes_back_to: int | None = None
         self._total_bytes = self._step.size_bytes
         self._done_bytes = 0
