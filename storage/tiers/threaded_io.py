@@ -1,7 +1,7 @@
 """An I/O engine of worker threads and plain vectored system calls.
 
 Reads and writes have a lane each: a priority queue with its worker threads. Waiting requests that are neighbours in the
-file become one system call, so that many small shards cost as little as one large one. Checks run on threads of their
+file become one system call, so that many small shards cost as little as one large one. Checks run on a thread of their
 own, so that the device does not wait for them. This module owns the file's descriptor and the threads.
 """
 
@@ -38,12 +38,6 @@ COALESCED_BUFFERS = 512
 # The checker stops while this many checked bytes wait for the writing workers. That is enough to keep all of them busy,
 # and so few that the bytes are still in the processor's cache when they are written.
 LEAD_BYTES = 8 << 20
-# The threads that check bytes that were read. Where a trainer computes on the same cores, each of its operations waits
-# for its slowest thread, so two threads that check at once delay it by half as much as one after the other: on two
-# cores, a forward of a model five times as large as host memory took 1.35 of plain PyTorch's time in place of 1.48.
-READ_CHECKERS = 2
-# The threads that take checksums of bytes that are written. It is one, because the writes are admitted in their order.
-WRITE_CHECKERS = 1
 
 
 class ThreadedIo:
@@ -53,8 +47,8 @@ class ThreadedIo:
         """Take over the descriptor `fd` of the file at `path`, and start threads with the niceness `nice`."""
         self._fd = fd
         self._path = path
-        self._reads = _Lane(f"{path.name}-read", read_threads, self._read, nice, READ_CHECKERS)
-        self._writes = _Lane(f"{path.name}-write", write_threads, self._write, nice, WRITE_CHECKERS)
+        self._reads = _Lane(f"{path.name}-read", read_threads, self._read, nice)
+        self._writes = _Lane(f"{path.name}-write", write_threads, self._write, nice)
         self._syncs = ThreadPoolExecutor(1, f"{path.name}-sync")
         self._sync_began: float | None = None
 
@@ -157,27 +151,25 @@ class _Queued:
 
 
 class _Checker:
-    """The threads that run a lane's checks, because a worker thread that runs them could not keep the device busy."""
+    """The thread that runs a lane's checks, because a worker thread that runs them could not keep the device busy.
 
-    def __init__(self, name: str, threads: int, nice: int) -> None:
+    One thread suffices, because checks run at the speed of memory.
+    """
+
+    def __init__(self, name: str, nice: int) -> None:
         self._nice = nice
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. Work begins in the order in which it was submitted."""
+        """Run `work` on the thread, after all work that was submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the threads when all submitted work is done."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        """End the thread when all submitted work is done."""
+        self._queue.put(None)
+        self._thread.join()
 
     def _work(self) -> None:
         begin_work(self._nice)
@@ -188,13 +180,11 @@ class _Checker:
 class _Lane:
     """Worker threads that move the bytes of requests by priority, and neighbours in the file with one system call."""
 
-    def __init__(
-        self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], nice: int, checkers: int
-    ) -> None:
+    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], nice: int) -> None:
         """Start the threads. `move` is the system call, which moves the bytes of requests that touch in the file."""
         self._move = move
         self._nice = nice
-        self._checker = _Checker(f"{name}-check", checkers, nice)
+        self._checker = _Checker(f"{name}-check", nice)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
@@ -289,7 +279,7 @@ class _Lane:
             self._wanted.notify(min(len(items), len(self._threads)))
 
     def _check_and_admit(self, items: Sequence[_Queued]) -> None:
-        """Check requests that are to be written, and admit them. This runs on a thread of the checker.
+        """Check requests that are to be written, and admit them. This runs on the checker's thread.
 
         Requests are admitted as soon as there are enough for one system call, so that the device does not wait. The
         checker is at most LEAD_BYTES ahead of the device, so that the bytes are still in the processor's cache when
@@ -316,7 +306,7 @@ class _Lane:
         self._admit(checked)
 
     def _check_and_finish(self, run: Sequence[_Queued]) -> None:
-        """Check requests that were read, and finish them. This runs on a thread of the checker.
+        """Check requests that were read, and finish them. This runs on the checker's thread.
 
         A request whose bytes are wrong is read once more, because the error may not be on the device.
         """

@@ -193,20 +193,6 @@ async def test_wrong_bytes_are_read_once_more_before_they_count(tmp_path: Path) 
             assert len(checked) == 2
 
 
-async def test_two_reads_are_checked_at_once(tmp_path: Path) -> None:
-    both = threading.Barrier(2, timeout=30.0)
-
-    def check() -> None:
-        both.wait()
-
-    async with io_on(tmp_path / "data", contents()) as io:
-        reads = [request(3), request(9)]
-        for one in reads:
-            one.check = check
-        # A single thread would wait at the barrier for a check that it has not begun.
-        await asyncio.gather(*(io.read([one], Priority.DEMAND) for one in reads))
-
-
 async def test_a_check_that_fails_before_a_write_fails_the_write_and_nothing_else(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("these are no whole blocks")
