@@ -51,6 +51,7 @@ def test_only_these_keys_may_differ_between_ranks() -> None:
         "zero_optimization.offload_param.nvme_path",
         "zero_optimization.offload_optimizer.nvme_path",
         "paramserver.device",
+        "paramserver.gpu_budget",
         "paramserver.address",
         "paramserver.token_file",
         "paramserver.tls",
