@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,18 @@ from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon of this file alone.
+
+    Once a session has offered memory, its daemon shows the gpu tier until it ends, and tests of other files compare the
+    tiers of the shared daemon.
+    """
+    with Daemon(tmp_path_factory.mktemp("store") / "state", {"nvme_budget": "128MiB"}) as daemon:
+        yield daemon
+        assert "Traceback" not in daemon.log, daemon.log
 
 
 def gpu_tier(daemon: Daemon) -> admin_pb.TierInfo:
