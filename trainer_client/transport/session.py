@@ -34,6 +34,8 @@ _LONGEST_PAUSE_SECONDS = 0.5
 # The client goes on trying for this long after the grace time, because the daemon may notice the break later than the
 # client, so that the daemon's grace time ends later.
 _SLACK_SECONDS = 1.0
+# Status codes of a stream that no daemon answered; a stream that is cancelled after a time-out is among them.
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 # The events of which a client need not be warned.
 _ORDINARY = (
@@ -239,21 +241,25 @@ class Session:
             except StoreError as error:
                 self._stream.close()
                 if error.code is grpc.StatusCode.NOT_FOUND:
-                    raise self._why_unknown(error) from error
-                if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    if (reason := self._why_unknown(error)) is not None:
+                        raise reason from error
+                elif error.code not in _NO_ANSWER:
                     raise
             else:
                 log.warning("the session is resumed")
                 return
 
-    def _why_unknown(self, error: StoreError) -> StoreError:
-        """Return the reason why the daemon does not know the session: it has ended it (`error`), or was restarted."""
+    def _why_unknown(self, error: StoreError) -> StoreError | None:
+        """Return the reason why the daemon does not know the session: it has ended it (`error`), or was restarted.
+
+        The reason is None if the daemon was lost before it told its epoch. The next attempt to resume finds it then.
+        """
         probe = _Stream(self._stub, pb.SessionRequest.Hello(client=self._client))
         probe.close()
         try:
             epoch = probe.first_response(CONTROL_DEADLINE_SECONDS).welcome.epoch
-        except StoreError:
-            return error
+        except StoreError as failure:
+            return None if failure.code in _NO_ANSWER else error
         if epoch == self._welcome.epoch:
             return error
         return DaemonRestartedError(

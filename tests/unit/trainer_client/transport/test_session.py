@@ -1,0 +1,101 @@
+"""A session that is resumed with a daemon which is lost once more meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from paramserver.contract.channel import channel_to
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.parameter_store_pb2_grpc import (
+    ParameterStoreServicer,
+    ParameterStoreStub,
+    add_ParameterStoreServicer_to_server,
+)
+from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreError
+from trainer_client.transport.session import Session
+
+UNKNOWN_SESSION = grpc.StatusCode.NOT_FOUND, "no such session"
+LOST = grpc.StatusCode.UNAVAILABLE, "Socket closed"
+REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED, "max_sessions is reached"
+
+
+def welcome(epoch: str) -> pb.SessionResponse:
+    return pb.SessionResponse(
+        welcome=pb.SessionResponse.Welcome(
+            session_id="first", epoch=epoch, heartbeat_interval_millis=1000, grace_millis=5000
+        )
+    )
+
+
+class Daemons(ParameterStoreServicer):
+    """What the daemons at one address answer to each hello, in order: a Welcome, or the end of the stream.
+
+    Attributes:
+        breaks: when it is set, the stream of the first Welcome breaks, as if its daemon had been killed.
+    """
+
+    def __init__(self, *answers: pb.SessionResponse | tuple[grpc.StatusCode, str]) -> None:
+        self._answers = iter(answers)
+        self.hellos: list[pb.SessionRequest.Hello] = []
+        self.breaks = threading.Event()
+
+    def Session(self, requests: Iterator[pb.SessionRequest], context: Any) -> Iterator[pb.SessionResponse]:
+        self.hellos.append(next(requests).hello)
+        answer = next(self._answers)
+        if isinstance(answer, pb.SessionResponse):
+            yield answer
+            assert self.breaks.wait(10)
+            context.abort(*LOST)
+        context.abort(*cast(Any, answer))
+
+
+def failure_of(directory: Path, daemons: Daemons) -> StoreError:
+    """Open a session, break it, and return the error with which it ends."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    add_ParameterStoreServicer_to_server(daemons, server)  # type: ignore[no-untyped-call]
+    address = f"unix:{directory}/daemon.sock"
+    server.add_insecure_port(address)
+    server.start()
+    lost = threading.Event()
+    failures: list[StoreError] = []
+    try:
+        with (
+            channel_to(address) as channel,
+            closing(
+                Session(
+                    ParameterStoreStub(channel),
+                    "test",
+                    registers_arena=False,
+                    on_lost=lambda error: (failures.append(error), lost.set()),
+                )
+            ),
+        ):
+            daemons.breaks.set()
+            assert lost.wait(10)
+    finally:
+        server.stop(None).wait()
+    return failures[0]
+
+
+def test_a_daemon_that_is_lost_before_it_tells_its_epoch_is_no_end_of_the_session(tmp_path: Path) -> None:
+    """The second daemon does not know the session, and is killed before it answers with its epoch. The session cannot
+    tell a restart from its end by then, so it asks the third daemon."""
+    daemons = Daemons(welcome("one"), UNKNOWN_SESSION, LOST, UNKNOWN_SESSION, welcome("three"))
+
+    assert isinstance(failure_of(tmp_path, daemons), DaemonRestartedError)
+    assert [hello.session_id for hello in daemons.hellos] == ["", "first", "", "first", ""]
+
+
+@pytest.mark.parametrize("probe", [welcome("one"), REFUSED], ids=["same-epoch", "no-welcome"])
+def test_a_daemon_that_has_ended_the_session_is_believed(tmp_path: Path, probe: Any) -> None:
+    daemons = Daemons(welcome("one"), UNKNOWN_SESSION, probe)
+
+    assert isinstance(failure_of(tmp_path, daemons), SessionEndedError)
