@@ -139,7 +139,8 @@ class Gradients:
         if gradient.is_parked or gradient.is_freed:
             return
         gradient.is_parked = True
-        if gradient.arena_range is not None:
+        # The end of a spill under way decides about the range itself.
+        if gradient.arena_range is not None and gradient._spilling is None:
             self._keep(gradient)
         self.relieve()
 
@@ -236,8 +237,9 @@ class Gradients:
         short = self._host.wanted_bytes - sum(gradient.nbytes for gradient in self._spilling)
         if max(excess, short) <= 0:
             return
+        # An update that runs frees its gradient soon, so only a request that waits has it spilled.
+        excess -= sum(gradient.nbytes for gradient in self._kept if gradient.is_updating)
         for gradient in list(self._order()):
-            # An update that runs frees its gradient soon, so only a request that waits has it spilled.
             if max(short, 0 if gradient.is_updating else excess) <= 0:
                 continue
             self._begin_spill(gradient)

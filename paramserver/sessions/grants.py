@@ -275,7 +275,8 @@ class Grants:
         lease.void = True
         session.remove_lease(lease)
         self._engine.free_gradient(lease.gradient, lease.update)
-        if lease.asks_to_park:
+        if lease.asks_to_park and not lease.update.done():
+            # The client touches it no more, and its update may wait for long.
             self._engine.gradients.park(lease.gradient)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:

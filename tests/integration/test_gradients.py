@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import torch
 
+import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
 from tests.integration.support.outliving import differences, make_plan, outlive
-from tests.integration.support.training import Run, assert_bit_equal, launch, train_through_store, train_with_masters
+from tests.integration.support.ranks import END_SECONDS, Launch
+from tests.integration.support.store_client import Clients
+from tests.integration.support.training import (
+    Run,
+    assert_bit_equal,
+    build_model,
+    make_optimizer,
+    micro_batches,
+    train_through_store,
+    train_with_masters,
+)
+from tests.integration.support.training import launch as launch_runs
+from tests.unit.storage.builders import Layout
 
 LAYERS = 12
 # The optimizer's smallest buffers are 1.75 MiB. Four layers' gradients and three layers take 1.4 MB, and all gradients
@@ -80,7 +98,7 @@ def test_spilled_gradients_give_the_bits_of_plenty_of_memory(
         written = tiers(daemon.address)[1].bytes_written
         runs = [run_of(daemon, name, world_size) for name in names]
         (tmp_path / daemon.address.rpartition("/")[0].rpartition("/")[2]).mkdir()
-        results[daemon] = launch(runs, world_size, tmp_path), tiers(daemon.address)[1].bytes_written - written
+        results[daemon] = launch_runs(runs, world_size, tmp_path), tiers(daemon.address)[1].bytes_written - written
     for name, found, expected in zip(names, results[small][0], results[plenty][0], strict=True):
         try:
             assert_bit_equal(found, expected)
@@ -123,11 +141,10 @@ def assert_nothing_left(daemon: Daemon) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 30])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_the_daemon_is_killed_with_parked_gradients(tmp_path: Path, kept: int, clipping: float) -> None:
-    """With copies in the ranks the run goes on; without them it resumes from its last commit. The bits are the same."""
-    section = {"durability": "step", "kept_gradients": kept}
+def test_the_daemon_is_killed_with_spilled_gradients_and_the_run_goes_on(tmp_path: Path, clipping: float) -> None:
+    """The ranks have kept copies, which they hand to the next daemon."""
+    section = {"durability": "step"}
     job = {
         "gradient_clipping": clipping,
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
@@ -135,8 +152,109 @@ def test_the_daemon_is_killed_with_parked_gradients(tmp_path: Path, kept: int, c
     }
     fields: dict[str, Any] = {"steps": 3, "layers": LAYERS, "accumulation": 2}
     whole = outlive(make_plan(tmp_path / "whole", job, **fields, daemon={"host_budget": PLENTY}), 2)
-    kills = [(2, "after backward 1"), (3, "backward")] if kept else []
+    kills = [(2, "after backward 1"), (3, "backward")]
     small = {"host_budget": 4 * MIB}
     found = outlive(make_plan(tmp_path / "small", job, **fields, daemon=small, kills=kills), 2)
     assert differences(found, whole) == []
-    assert all(len(result["restarts"]) >= (1 if kept else 0) for result in found)
+    assert all(len(result["restarts"]) >= 1 for result in found)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as daemon:
+        yield daemon
+
+
+@contextmanager
+def training(run: Run, directory: Path) -> Iterator[Launch]:
+    """Start a run of one rank."""
+    plan = directory / "runs.json"
+    plan.write_text(json.dumps([asdict(run)]))
+    with Launch("tests.integration.support.training", 1, (plan, directory / "results.pt"), directory) as started:
+        yield started
+
+
+def wait_for_spilled_gradients(daemon: Daemon, launch: Launch, step: int) -> None:
+    """Wait until gradients are spilled in a step after `step`."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        assert time.monotonic() < until and launch.is_whole, launch.output()
+        with admin_of(daemon.address) as admin:
+            jobs = admin.ListJobs(admin_pb.ListJobsRequest(), timeout=30).jobs
+        if any(job.committed_step > step for job in jobs) and tiers(daemon.address)[1].gradient_bytes:
+            return
+        time.sleep(0.002)
+
+
+def test_a_rank_is_killed_with_spilled_gradients(small: Daemon, tmp_path: Path) -> None:
+    run = replace(run_of(small, "stage 3, clipping", 1), steps=1000)
+    with training(run, tmp_path) as launch:
+        wait_for_spilled_gradients(small, launch, 1)
+        launch.ranks[0].kill()
+    assert_nothing_left(small)
+
+
+def test_the_daemon_is_killed_with_spilled_gradients_that_no_rank_has_kept(small: Daemon, tmp_path: Path) -> None:
+    """The run ends with an error that names the key; the next one resumes, with the bits of a run without a kill."""
+    run = replace(run_of(small, "stage 3, clipping", 1), steps=20)
+    section = run.config["paramserver"] | {"kept_gradients": 0}
+    run = replace(run, config=run.config | {"paramserver": section})
+    with training(run, tmp_path) as launch:
+        wait_for_spilled_gradients(small, launch, 2)
+        small.kill()
+        with Daemon(tmp_path / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as again:
+            assert_nothing_left(again)
+            assert launch.wait(END_SECONDS) == [1]
+            assert "kept_gradients" in launch.output()
+            (found,) = launch_runs([run], 1, tmp_path)
+            assert_nothing_left(again)
+            whole = train_with_masters(run)
+    assert found.resumed_step >= 3
+    steps = found.resumed_step
+    assert_bit_equal(found, replace(whole, losses=whole.losses[steps:], norms=whole.norms[steps:]))
+
+
+def test_the_budget_that_is_asked_for_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    asked: set[int] = set()
+    for layers in (8, 32):
+        layout = Layout(name="deep", numels=(65_537,), groups=tuple(f"block.{i}" for i in range(layers)))
+        config = {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}
+        with Daemon(tmp_path / str(layers), config) as daemon, Clients(daemon.address) as clients:
+            rank = clients.rank(layout)
+            rank.open()
+            with pytest.raises(grpc.RpcError, match="host_budget") as refused:
+                rank.register()
+            assert isinstance(refused.value, grpc.Call)
+            found = re.search(r"raise host_budget to at least (\d+)", refused.value.details() or "")
+            assert found is not None
+            asked.add(int(found[1]))
+    assert len(asked) == 1
+
+
+def test_spilled_gradients_are_read_changed_and_clipped_between_backward_and_step(
+    daemons: tuple[Daemon, Daemon],
+) -> None:
+    found = []
+    for daemon in daemons:
+        run = replace(run_of(daemon, "stage 3", 1), layers=LAYERS)
+        section = run.config["paramserver"] | {"job": "changed by hand"}
+        model = build_model(run)
+        engine, *_ = trainer_client.initialize(
+            model=model, optimizer=make_optimizer(model, run)[0], config=run.config | {"paramserver": section}
+        )
+        names = [name for name, _ in model.named_parameters()]
+        with engine:
+            values: list[torch.Tensor] = []
+            for number, batch in enumerate(micro_batches(3)):
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                gradients = [engine.get_full(name, "grad") for name in names]
+                values += [gradient.clone() for gradient in gradients if gradient is not None]
+                engine.set_full(names[number + 5], "grad", torch.full_like(values[-len(names) + number + 5], 0.01))
+                if number == 1:
+                    values.append(torch.tensor(engine.clip_grad_norm_(0.5)))
+                engine.step()
+            values += engine.full_state_dict().values()
+        found.append(values)
+    assert len(found[0]) == len(found[1]) > 3 * len(names)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert_nothing_left(daemons[0])
