@@ -129,16 +129,17 @@ class Admission:
             backed = tally.by_backing[tier.name] if job.spec.local_ranks else 0
             tier.reserve(self._need(tier) + backed + (unbacked if tier.is_durable else 0))
 
-    def _need(self, tier: BackingTier[Any]) -> int:
+    def _need(self, tier: BackingTier[Any], host_budget_bytes: int | None = None) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
-        slab, and then only the reader or the kept step holds them.
+        slab, and then only the reader or the kept step holds them. So are gradients, if the host budget (None: the
+        present one) does not hold all of a step.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
         spills = 0
-        if tier.is_durable and not self._holds_all_gradients():
+        if tier.is_durable and not self._holds_all_gradients(host_budget_bytes):
             gradients = sum(job.tally.gradient_bytes for job in active)
             spills = max(0, gradients - self._gradients.spilled_bytes)
         shared = {
@@ -153,9 +154,10 @@ class Admission:
                 shared |= kept & {r for slab in job.slabs() for r in slab.versions.values() if r.tier is tier}
         return sum(region.nbytes for region in shared) + sum(_need(job, tier) for job in active) + spills
 
-    def _holds_all_gradients(self) -> bool:
-        """Return whether the host budget has room for all gradients of a step of all jobs."""
-        return self._fixed_bytes + self._all_need().total_without_spilling <= self._host.budget_bytes
+    def _holds_all_gradients(self, host_budget_bytes: int | None = None) -> bool:
+        """Return whether a host budget, by default the present one, has room for all gradients of a step."""
+        budget = self._host.budget_bytes if host_budget_bytes is None else host_budget_bytes
+        return self._fixed_bytes + self._all_need().total_without_spilling <= budget
 
     def must_park(self, job: Job, limits: Iterable[Limit]) -> bool:
         """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all."""
@@ -254,7 +256,7 @@ class Admission:
             BudgetExceededError: it could not. The text says how large the budget has to be.
         """
         durable = self._backing.durable
-        used, more = durable.used_bytes, self._need(durable)
+        used, more = durable.used_bytes, self._need(durable, host_budget_bytes)
         if used + more > nvme_budget_bytes:
             raise BudgetExceededError(
                 f"nvme_budget {nvme_budget_bytes} is too small: {used} bytes are in use, and the next steps of the "

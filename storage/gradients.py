@@ -284,6 +284,8 @@ class Gradients:
 
     async def _room_for(self, gradient: Gradient) -> ArenaRange:
         """Wait for a range of the arena. A spill that fails meanwhile ends the wait with its error."""
+        if not self._kept and not self._spilling:
+            return await self._scratch.allocate(gradient.job, gradient.nbytes, from_top=True)
         waiting = asyncio.ensure_future(self._scratch.allocate(gradient.job, gradient.nbytes, from_top=True))
         self._waiting.add(waiting)
         try:
