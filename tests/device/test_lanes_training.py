@@ -126,6 +126,22 @@ def test_sums_that_leave_the_device_between_micro_batches_have_the_same_bits(con
     assert_bit_equal(leave, stay)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_gradients_that_do_not_fit_into_the_host_budget_have_the_same_bits(
+    share: float, configs: Configs, tmp_path: Path
+) -> None:
+    """Without a share of the device, the sums leave it, and are parked, between micro-batches."""
+    run = Run(layers=12, steps=2, accumulation=2, clipping=0.5)
+    plenty = train(replace(run, config=configs("nvme")), "nothing late")
+    with (
+        Daemon(tmp_path / "state", {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}) as daemon,
+        mock.patch.object(gradients, "_SHARE_FOR_SUMS", share),
+    ):
+        small = train(replace(run, config=config_of(daemon.address, "spilled", "nvme")), "all late")
+        assert lag.races() == []
+    assert_bit_equal(small, plenty)
+
+
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -41,7 +41,7 @@ def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_wo
     tmp_path: Path, key: str, tier: TierName
 ) -> None:
     layout = Layout(numels=BIG.numels, groups=BIG.groups, with_skips=False, weights=tier, moments=tier)
-    small = 4 * MIB
+    small = 3584 << 10
     with Daemon(tmp_path / "state", {key: small}) as daemon:
         with Clients(daemon.address) as clients:
             told = refusal(clients.rank(layout))
