@@ -336,25 +336,37 @@ class RankStore:
 
         Raises:
             StoreError: the store refused or failed the call.
-            torch.OutOfMemoryError: the device has too little memory.
+            torch.OutOfMemoryError: the device has too little memory for more than before.
         """
         memory = self._device_memory
         if memory is None:
             memory = DeviceMemory(device, nbytes)
         elif nbytes > memory.nbytes:
             memory.resize(nbytes)
+        offered_to = self._offer(device, nbytes)
+        if self._device_memory is not None and self._offered_to is not offered_to:
+            memory.renew()
+        self._device_memory, self._offered_to = memory, offered_to
+        if nbytes >= memory.nbytes:
+            return
+        try:
+            memory.resize(nbytes)
+        except torch.OutOfMemoryError:
+            # There is no room for the old and the new memory at once, so the store forgets the copies that would stay.
+            self._offer(device, 0)
+            memory.resize(0)
+            memory.resize(nbytes)
+            self._offered_to = self._offer(device, nbytes)
+
+    def _offer(self, device: torch.device, nbytes: int) -> Attachment:
+        """Offer so much memory to the store from now on, and return the attachment over which the store knows it."""
         request = pb.OfferDeviceMemoryRequest(size_bytes=nbytes, device=str(device))
 
         def act(at: Attachment) -> Attachment:
             at.call(at.stub.OfferDeviceMemory, request)
             return at
 
-        offered_to = self._attachments.retry_over_restarts(act)
-        if self._device_memory is not None and self._offered_to is not offered_to:
-            memory.renew()
-        self._device_memory, self._offered_to = memory, offered_to
-        if nbytes < memory.nbytes:
-            memory.resize(nbytes)
+        return self._attachments.retry_over_restarts(act)
 
     def _offer_again(self, at: Attachment) -> DeviceMemory | None:
         """Offer the device memory to the next daemon, if `at` is an attachment to one, and return the memory."""
