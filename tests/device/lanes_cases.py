@@ -147,9 +147,10 @@ def run_ends() -> None:
     for.
     """
     lanes = device_lanes.DeviceLanes(DEVICE)
-    source, home = torch.ones(NUMEL).pin_memory(), lanes.host_buffer(NUMEL, torch.float32)
+    source, last = (torch.ones(NUMEL).pin_memory() for _ in range(2))
+    home = lanes.host_buffer(NUMEL, torch.float32)
     other_home = lanes.host_buffer(NUMEL, torch.float32)
-    whole, flat = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL))
+    whole, flat, other = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL, NUMEL))
 
     def begin_copies() -> None:
         with lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, own):
@@ -165,7 +166,7 @@ def run_ends() -> None:
         raise ArithmeticError("the session was closed")
 
     def take_over() -> None:
-        for memory in (source, home, other_home):
+        for memory in (source, last, home, other_home):
             lag.host_access(memory, "the next owner of the lease", writes=True)
 
     with suppress(ArithmeticError), lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, _):
@@ -173,6 +174,8 @@ def run_ends() -> None:
         raise ArithmeticError("a collective has failed")
     begin_copies()
     copy_beside(lambda: None)
+    # No copy out follows this one, so nothing else orders what comes after all copies behind it.
+    lanes.copy_in(other, last.view(torch.uint8))
     lanes.after_copies(take_over)
     lanes.finish()
     begin_copies()

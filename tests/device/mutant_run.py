@@ -6,6 +6,7 @@ plan's file: which program has found the mutant, and by what, or the results of 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -28,6 +29,9 @@ from tests.integration.support.training import Run
 from trainer_client.engine import Engine
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
+
+# A program that runs for longer hangs, and ends the process. On a busy machine one takes some 10 s.
+PROGRAM_SECONDS = 60.0
 
 # Each program runs under these. They matter for mutants that change bits; the device sees races without any lag.
 LATE = {"all late": Lateness(all_ms=20), "compute late": Lateness(compute_ms=300)}
@@ -149,7 +153,9 @@ def look(plan: Plan, world_size: int) -> dict[str, Any]:
         for schedule, late in LATE.items():
             if schedule != "all late" and not plan.expected:
                 continue
+            faulthandler.dump_traceback_later(PROGRAM_SECONDS, exit=True)
             result = program(late, plan.address, f"{plan.job} {name} {schedule}")
+            faulthandler.cancel_dump_traceback_later()
             races = [str(race) for race in lag.races()]
             lag.clear_races()
             if world_size > 1:

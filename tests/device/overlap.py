@@ -149,7 +149,9 @@ def measure(directory: Path, ratios: Sequence[float] = RATIOS, tiers: Sequence[s
             compute = busy_seconds(unhurried, lag.Engine.COMPUTE)
             nbytes = {n: sum(s.nbytes for s in unhurried if s.engine is engine) for n, engine in _COPIES.items()}
             for ratio in ratios:
-                speeds = {name: nbytes[name] * ratio / compute for name in _COPIES}
+                # From a job without states in the store, the script's batches are all that is copied in.
+                timed = [name for name in _COPIES if tier != "device" or name == "out"]
+                speeds = {name: nbytes[name] * ratio / compute for name in timed}
                 found[f"{tier}, {ratio:g}"] = {
                     "tier": tier,
                     "ratio": ratio,
