@@ -117,6 +117,7 @@ def _make_parts(
     commits = Commits(
         rank.store,
         job.states,
+        job.lanes,
         rank.settings.paramserver.durability,
         newest=job.resumed_step,
         handed_over=job.handed_over_step,

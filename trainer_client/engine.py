@@ -507,6 +507,8 @@ class Engine(EngineStates):
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
+        # The commit under way may still hold leases.
+        self.wait_for_commit()
         self._hooks.begin_offload()
         try:
             self._device_copies.offer(nbytes)

@@ -13,6 +13,7 @@ from paramserver.contract.store_need import FindNeed, StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
+from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
 from trainer_client.plan.layout import Layout
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
@@ -116,7 +117,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    device: str, layout: Layout, config: TrainingConfig, rehearsal: Rehearsal, find_need: FindNeed
+    device: str,
+    layout: Layout,
+    config: TrainingConfig,
+    rehearsal: Rehearsal,
+    find_need: FindNeed,
+    copies: PlannedCopies = NO_COPIES,
 ) -> MemoryPlan:
     """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda"."""
     homes = layout.rank_bytes()
@@ -136,6 +142,7 @@ def plan_memory(
             + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else ""),
         ),
         Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
+        _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
         Line(
             what="update on the device",
             nbytes=_scratch(layout),
