@@ -137,7 +137,7 @@ class Job:
         # A replica may have a newer step than this store, for example if this node's state was lost.
         peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
         start = self._within_one_epoch(
-            lambda: find_start(section.job, layout, opened.layouts, groups, store, peers, collectives)
+            lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
         )
         self.resumed_step = None if start is None else start.step
         self.fresh = frozenset[str]() if start is None else start.fresh

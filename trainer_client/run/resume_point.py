@@ -4,12 +4,12 @@
 the dtypes and the set of trainable parameters. Each run that makes a layout gives it a unique name: a fingerprint of
 the shards and a nonce. A run finds one of two cases:
 
-- All stores have the same layout. Then all runs since that layout was made have used these stores together, so a step
-  that all of them have is one consistent step.
+- All stores have the same layout, and each rank's store has the part of that rank. Then all runs since that layout was
+  made have used these stores together, so a step that all of them have is one consistent step.
 - The stores have different layouts, because nodes left or came, or a run crashed when only some stores had committed a
-  new layout. Then all stores are asked which elements they have. The run resumes from the newest step of which, in one
-  layout, every element is on some store, and fills a new layout from it. No stored bytes are changed before the new
-  layout is committed on all stores.
+  new layout. Or a rank was started at another rank's store, because its own was lost. Then all stores are asked which
+  elements they have. The run resumes from the newest step of which, in one layout, every element is on some store, and
+  fills a new layout from it. No stored bytes are changed before the new layout is committed on all stores.
 
 An older step must not be chosen only because a store is missing. This is prevented by a rule of the stores: each keeps
 its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
@@ -76,27 +76,34 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """The layouts of the job that a store has, the oldest first."""
+    """The layouts of the job that a store has, the oldest first.
+
+    Attributes:
+        own_steps: the steps of the newest layout of which the store has the part of the rank that made this view; empty
+            in a view of a peer.
+    """
 
     store: StoreAddress
     layouts: tuple[StoredLayout, ...]
+    own_steps: tuple[int, ...] = ()
 
     def has(self, layout: str) -> bool:
         """Return whether the store has steps in that layout."""
         return any(stored.name == layout for stored in self.layouts)
 
     def to_json(self) -> bytes:
-        return json.dumps([asdict(self.store), [asdict(layout) for layout in self.layouts]]).encode()
+        return json.dumps([asdict(self.store), [asdict(layout) for layout in self.layouts], self.own_steps]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> _View:
-        store, layouts = json.loads(text)
+        store, layouts, own_steps = json.loads(text)
         return cls(
             store=StoreAddress(**store),
             layouts=tuple(
                 StoredLayout(name=item["name"], world_size=item["world_size"], steps=tuple(item["steps"]))
                 for item in layouts
             ),
+            own_steps=tuple(own_steps),
         )
 
 
@@ -119,7 +126,7 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
 def find_start(
     job: str,
     layout: str,
-    stored: Iterable[pb.StoredLayout],
+    opened: pb.OpenJobResponse,
     groups: Sequence[FlatGroup],
     store: RankStore,
     peers: Iterable[str],
@@ -130,7 +137,7 @@ def find_start(
     Args:
         job: name of the job.
         layout: name of the layout that this run would make.
-        stored: the layouts of the job that this rank's store has.
+        opened: the layouts and steps of the job that this rank's store has.
         groups: the flat groups of the model.
         store: this rank's store.
         peers: addresses of further stores that may have parts of the job.
@@ -142,7 +149,9 @@ def find_start(
     """
     view = _View(
         store=StoreAddress(address=store.address, epoch=store.epoch),
-        layouts=tuple(StoredLayout.from_proto(message) for message in stored),
+        layouts=tuple(StoredLayout.from_proto(message) for message in opened.layouts),
+        # A rank commits its client state together with its shards, so a store without the one has none of the other.
+        own_steps=tuple(commit.step for commit in opened.committed if commit.client_state),
     )
     views = [_View.from_json(text) for text in collectives.gather_bytes(view.to_json())]
     step = _common_step(views, layout)
@@ -218,9 +227,9 @@ def _names_by_index(stored_step: StoredStep) -> dict[int, str]:
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:
-    """Return the newest step that every store has, if all stores have the same layout and that is cut like `layout`.
+    """Return the newest step of which every rank's store has the rank's part, in one layout that is cut like `layout`.
 
-    Return None otherwise.
+    Return None if there is no such step.
     """
     if not all(view.layouts for view in views):
         return None
@@ -228,7 +237,7 @@ def _common_step(views: Sequence[_View], layout: str) -> int | None:
     names = {stored.name for stored in newest}
     if len(names) > 1 or names.pop().partition("-")[0] != layout.partition("-")[0]:
         return None
-    return max(set.intersection(*(set(stored.steps) for stored in newest)), default=None)
+    return max(set.intersection(*(set(view.own_steps) for view in views)), default=None)
 
 
 class _Search:
