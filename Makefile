@@ -28,6 +28,8 @@ help: ## List the targets
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
+# pip shows its progress where a person sees it, because the packages take minutes. In a log it would fill pages.
+QUIET = $$(test -t 2 || echo --quiet)
 # torch from PyPI includes CUDA (some GB). Without a GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu:
 # pip then prefers the CPU build of the same version.
 $(INSTALLED): requirements.lock pyproject.toml
@@ -35,7 +37,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is $$("$(PYTHON)" --version 2>&1); Python >= 3.11 is needed: make venv PYTHON=python3.12" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 	@touch $@

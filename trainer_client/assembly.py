@@ -148,7 +148,7 @@ def _make_parts(
         access=_make_access(user, rank, job, gradients, scaler),
         commits=commits,
         passes=passes,
-        run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
+        run_state=_make_run_state(user, rank, job, made_with, micro_batches, step, scaler, clock),
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
         device_copies=job.device_copies,
@@ -258,6 +258,7 @@ def _make_access(
 def _make_run_state(
     user: UserObjects,
     rank: RankContext,
+    job: Job,
     made_with: MadeWith,
     micro_batches: MicroBatches,
     step: TrainingStep,
@@ -275,6 +276,7 @@ def _make_run_state(
         device=rank.collectives.device,
         plain=PlainState(user.module, user.parameters),
         made_with=made_with if rank.collectives.rank == 0 else None,
+        rolled_back=job.rolled_back,
     )
 
 

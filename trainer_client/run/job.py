@@ -36,6 +36,7 @@ from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
+from trainer_client.run.rolled_back import RollBacks
 from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
@@ -68,6 +69,7 @@ class Job:
         part: the number of this rank's store among those of the job, by the first rank of each.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
+        rolled_back: the roll-backs of the job by operators, see rolled_back.py.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
         layout: the name of the job's layout in the stores.
         device_copies: the memory of this rank's device that the store may use for copies of parameters.
@@ -137,9 +139,10 @@ class Job:
         # A replica may have a newer step than this store, for example if this node's state was lost.
         peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
         start = self._within_one_epoch(
-            lambda: find_start(section.job, layout, opened.layouts, groups, store, peers, collectives)
+            lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
         )
         self.resumed_step = None if start is None else start.step
+        self.rolled_back: RollBacks = {} if start is None else start.rolled_back
         self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
         self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
