@@ -14,7 +14,7 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), f
 
 
 def test_its_scripts_run(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 3
+    assert len(SCRIPTS) == 5
     running = []
     for number, script in enumerate(SCRIPTS):
         directory = tmp_path / str(number)
