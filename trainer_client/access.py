@@ -130,7 +130,7 @@ class StateAccess:
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 key = id(parameter.whole.tensor)
                 self._places[key] = (*self._places.get(key, ()), place)
-        # How many contexts of `gathered` have each tiled parameter, by the id of its tensor.
+        # The number of contexts of `gathered` that have each tiled parameter, by the id of its tensor.
         self._shown: Counter[int] = Counter()
         self._model = model
         # The places of each name in a plain checkpoint, names of tied parameters included; None if the name is a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
+from tests.integration.support.memory_ranks import MIB
 from tests.integration.support.model_runs import config_of, start
+from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import (
     Result,
     Run,
@@ -26,6 +29,7 @@ from tests.integration.support.training import (
     micro_batches,
     train_through_store,
 )
+from tests.integration.support.width_ranks import FEATURES, LAYER_BYTES, TOKENS, VOCABULARY
 from trainer_client import ConfigError, TiledParameterError
 from trainer_client.model.unit_policy import UnitSpec
 from trainer_client.model.units import Unit, UnitState
@@ -235,3 +239,63 @@ def test_tiling_is_refused_where_parameters_stay_whole(model_store: str, job: st
 
     with pytest.raises(ConfigError, match=r"set the stage to 3, or largest_tile to null"):
         start(build_model(Run()), config)
+
+
+# Beyond tiles: activations, memory that the heap keeps, buffers of gRPC and torch; see test_memory.py.
+OVERHEAD_BYTES = 40 * MIB
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "frozen"), (1, "trained"), (2, "trained")])
+def test_a_layer_of_four_times_the_host_budget_trains_and_is_never_whole_in_a_rank(
+    tmp_path: Path, world_size: int, kind: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    between = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
+    for name, vocabulary in (("small", 1024), ("large", VOCABULARY)):
+        weight = torch.randn(vocabulary, FEATURES, generator=generator) / 32
+        save_file({"embedding.weight": weight, "between.weight": between}, tmp_path / f"{name}.safetensors")
+
+    run_ranks("tests.integration.support.width_ranks", world_size, tmp_path, kind)
+
+    # The first loss is that of the whole layers.
+    (tokens,) = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    logits = torch.tanh(weight[tokens] @ between.t()) @ weight.t()
+    expected = torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).item()
+    for rank in range(world_size):
+        result = json.loads((tmp_path / f"result-{rank}.json").read_text())
+        assert rank or result["losses"][0] == pytest.approx(expected, rel=1e-5)
+        assert result["peak"] <= OVERHEAD_BYTES < LAYER_BYTES / 2
+
+
+class Shared(torch.nn.Module):
+    """A model that uses one layer twice in a forward, and leaves the loss to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(257, 64)
+        self.twice = torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 257)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.twice(torch.relu(self.twice(self.embedding(tokens))))
+        return hidden
+
+
+def test_a_layer_may_be_used_twice_and_the_loss_be_computed_outside_of_the_model(
+    model_store: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(2))
+    plain = Shared()
+    torch.nn.functional.cross_entropy(plain.head(plain(tokens)).flatten(0, 1), tokens.flatten()).backward()
+
+    with watching_tiles(monkeypatch) as seen:
+        engine = start(Shared(), config_of(model_store, job, "nvme", tiling="4KiB"))
+        with engine:
+            hidden = engine(tokens)
+            engine.backward(trainer_client.chunked_cross_entropy(hidden, engine.module.head, tokens, tokens=5))
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(engine.get_full(name, "grad"), parameter.grad, rtol=1e-4, atol=1e-6)
+            engine.step()
+
+    assert max(seen) <= 2

@@ -72,6 +72,8 @@ def why_not(module: nn.Module, name: str) -> str | None:
         return f"a {type(module).__name__} has a forward of its own"
     if name != "weight":
         return f"it is the {name} of a {type(module).__name__}"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "a MultiheadAttention computes with it"
     if "forward" in vars(module):
         return f"the forward of this {type(module).__name__} was replaced"
     if isinstance(module, nn.Embedding):

@@ -238,6 +238,12 @@ class UnitHooks:
         """
         owner = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
         if owner is None:
+            tiles = (tile for unit in self._units if unit.tile for group in unit.groups for tile in group.parameters)
+            if (tile := next((tile for tile in tiles if tile.whole.tensor is parameter), None)) is not None:
+                raise ConfigError(
+                    f"parameter {tile.fqn} is never whole, because paramserver.tiling cuts it into tiles, so it cannot "
+                    "be registered as an external parameter: add its name to paramserver.tiling.exclude"
+                )
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
         # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
         user_unit = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
@@ -562,6 +568,8 @@ class UnitHooks:
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
+            elif unit.tile is not None:
+                self._release_after_backward(unit)
 
         handle = register_multi_grad_hook(tensors, after_backward)
 
@@ -602,10 +610,14 @@ class UnitHooks:
             self._recorder.compute("backward", self._root.fqn)
             # The unit is released before the reduction, because the reduction may begin an early update, and the store
             # works on the unit's bytes in its host memory only while no lease on them is held.
-            self._in_backward.discard(unit.index)
-            self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
+            self._release_after_backward(unit)
         for each in over:
             self._reduce(each)
+
+    def _release_after_backward(self, unit: Unit) -> None:
+        """End the unit's hold for its backward, or for that of one of its uses."""
+        self._in_backward.discard(unit.index)
+        self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
 
     def _reduce(self, slot: int) -> None:
         """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""

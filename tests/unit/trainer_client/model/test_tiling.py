@@ -123,6 +123,7 @@ def test_a_layer_that_does_more_than_its_class_is_not_tiled() -> None:
 
     assert why_not(nn.Linear(4, 4), "weight") is None
     assert why_not(Scaled(4, 4), "weight") == "a Scaled has a forward of its own"
+    assert why_not(nn.MultiheadAttention(4, 2).out_proj, "weight") == "a MultiheadAttention computes with it"
     assert why_not(nn.Embedding(4, 4, max_norm=1.0), "weight") == "the Embedding has max_norm"
     assert why_not(nn.Conv1d(4, 4, 1), "weight") == "a Conv1d has a forward of its own"
 
