@@ -47,7 +47,7 @@ class Daemons(ParameterStoreServicer):
         self.hellos: list[pb.SessionRequest.Hello] = []
         self.breaks = threading.Event()
 
-    def Session(self, requests: Iterator[pb.SessionRequest], context: Any) -> Iterator[pb.SessionResponse]:
+    def Session(self, requests: Iterator[pb.SessionRequest], context: Any) -> Iterator[pb.SessionResponse]:  # noqa: N802
         self.hellos.append(next(requests).hello)
         answer = next(self._answers)
         if isinstance(answer, pb.SessionResponse):
@@ -60,12 +60,17 @@ class Daemons(ParameterStoreServicer):
 def failure_of(directory: Path, daemons: Daemons) -> StoreError:
     """Open a session, break it, and return the error with which it ends."""
     server = grpc.server(ThreadPoolExecutor(4))
-    add_ParameterStoreServicer_to_server(daemons, server)  # type: ignore[no-untyped-call]
+    add_ParameterStoreServicer_to_server(daemons, server)
     address = f"unix:{directory}/daemon.sock"
     server.add_insecure_port(address)
     server.start()
     lost = threading.Event()
     failures: list[StoreError] = []
+
+    def note(error: StoreError) -> None:
+        failures.append(error)
+        lost.set()
+
     try:
         with (
             channel_to(address) as channel,
@@ -74,7 +79,7 @@ def failure_of(directory: Path, daemons: Daemons) -> StoreError:
                     ParameterStoreStub(channel),
                     "test",
                     registers_arena=False,
-                    on_lost=lambda error: (failures.append(error), lost.set()),
+                    on_lost=note,
                 )
             ),
         ):
