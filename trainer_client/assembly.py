@@ -131,7 +131,7 @@ def _make_parts(
         updates=updates,
         residency=residency,
         lanes=job.lanes,
-        reduction_order=ReductionOrder(len(job.units), rank.collectives),
+        reduction_order=ReductionOrder(sum(len(unit.uses) for unit in job.units), rank.collectives),
         compute_dtype=PrecisionPolicy.of(rank.settings).compute_dtype,
         clock=clock,
         recorder=rank.recorder,
@@ -139,6 +139,7 @@ def _make_parts(
     )
     hooks.install()
     return EngineParts(
+        tiling=job.tiling,
         states=job.states,
         gather=job.gather,
         micro_batches=micro_batches,

@@ -524,6 +524,7 @@ class Engine(EngineStates):
         """
         self._require_between_steps("the end of the engine's use of its model")
         self._hooks.give_up_model()
+        self._tiling.remove()
         self._refusals.remove()
         disown(self._parameters_of_model)
         self._has_model = False

@@ -116,7 +116,11 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
         [
             group.name_of(0),
             group.slot_table.partition_numel,
-            [[slot.fqn, slot.offset, slot.numel] for slot in group.slot_table.slots],
+            [
+                # The first element is left out if it is 0, so that layouts without tiles keep their names.
+                [slot.fqn, slot.offset, slot.numel, *([slot.first] if slot.first else [])]
+                for slot in group.slot_table.slots
+            ],
             [[int(kind), WIRE_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, GRAD)],
         ]
         for group in groups
@@ -371,13 +375,9 @@ class _Search:
         """Return a text that names the first range of a parameter that no store has; None if nothing is missing."""
         for group in self._groups:
             for slot in group.slot_table.slots:
-                end = 0
-                for first, count in sorted(held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held):
-                    if first > end:
-                        break
-                    end = max(end, first + count)
-                if end < slot.numel:
-                    return f"elements of {slot.fqn!r} from {end} of {slot.numel} on"
+                held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
+                if (lacking := slot.first_gap(held)) is not None:
+                    return f"elements of {slot.fqn!r} from {lacking} of {slot.first + slot.numel} on"
         return None
 
     def _start(
