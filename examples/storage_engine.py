@@ -60,7 +60,7 @@ async def step(engine: Engine, job: Job) -> None:
     """Update the weight and commit it as the next step."""
     number = job.next_step
     gradient = await engine.allocate_gradient(job, "all")
-    engine.host.tensor(gradient, DType.FLOAT32, NUMEL).fill_(0.25)
+    engine.gradients.tensor(gradient).fill_(0.25)
     engine.update(job, number, "all", gradient, descend)
     durable = await engine.commit(job, number, {0: b""}, settled=number)
     print(f"step {number} is {'durable' if durable else 'committed'}")

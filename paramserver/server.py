@@ -21,7 +21,7 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
-from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
+from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.otlp import OtlpError, SpanSender
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
@@ -160,6 +160,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
             weight_of=lambda job: quotas.of(job).weight,
             on_damage=lambda error: events.add(EventKind.DAMAGE, TierName.NVME, str(error), once=True),
             units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
+            gradients_of_a_rank=GRADIENTS_AT_ONCE,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:

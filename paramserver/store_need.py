@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paramserver.config import DaemonConfig
-from paramserver.contract.limits import UNITS_MAPPED_AT_ONCE
+from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.store_need import StoreNeed
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -50,23 +50,29 @@ def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_
     leased = tally.passing[-(UNITS_MAPPED_AT_ONCE if ranks == 1 else _UNITS_OF_A_RANK * ranks) :]
     host = HostNeed(
         home_bytes=tally.home_bytes,
-        gradient_bytes=tally.gradient_bytes,
+        gradient_bytes=sum(tally.gradients[-GRADIENTS_AT_ONCE * ranks :]),
+        all_gradient_bytes=tally.gradient_bytes,
         units=len(leased),
         units_bytes=sum(leased),
     )
     header = round_up(FIRST_SLOT_BYTE + DaemonConfig.model_fields["max_sessions"].default * SLOT_BYTES)
+    buffers = _buffer_bytes(host_budget)
+    # The storage engine keeps all gradients in host memory if they fit, and spills none then.
+    fits = header + buffers + host.total_without_spilling <= host_budget
+    nvme = tally.missing_bytes(TierName.NVME, lambda backing: _versions(spec, backing))
     return StoreNeed(
         home_bytes=host.home_bytes,
-        gradient_bytes=host.gradient_bytes,
+        gradient_bytes=host.all_gradient_bytes if fits else host.gradient_bytes,
+        spilled_gradient_bytes=0 if fits else host.all_gradient_bytes,
         units_bytes=host.units_bytes,
         units=host.units,
-        buffer_bytes=_buffer_bytes(host_budget),
+        buffer_bytes=buffers,
         header_bytes=header,
         passing_bytes=sum(tally.passing),
         least_host_budget=host_budget_for(header + host.total),
         version_bytes=tally.paged_bytes,
         written_bytes=tally.by_backing[TierName.NVME],
-        nvme_bytes=tally.missing_bytes(TierName.NVME, lambda backing: _versions(spec, backing)),
+        nvme_bytes=nvme + (0 if fits else host.all_gradient_bytes),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.job_table import JobTable
 from storage.reader import StepReader
@@ -47,7 +48,7 @@ class Holder(enum.StrEnum):
     """Versions that a kept step holds and that its job does not need any more."""
 
     LEASES = "leases"
-    """Ranges that a session has leased."""
+    """Ranges that a session has leased, and the regions of its spilled gradients."""
 
     QUARANTINE = "quarantine"
     """Ranges to which the process of an ended session may still write."""
@@ -97,6 +98,7 @@ class Accountant:
         backing: BackingTiers,
         host_cache: HostCache,
         scratch: ScratchRanges,
+        gradients: Gradients,
         readers: Callable[[], Iterable[StepReader]],
         *,
         fixed_bytes: int,
@@ -107,16 +109,19 @@ class Accountant:
         self._backing = backing
         self._host_cache = host_cache
         self._scratch = scratch
+        self._gradients = gradients
         self._readers = readers
         self._fixed_bytes = fixed_bytes
         # Accounts are taken one at a time, because those of a million slabs take a hundred MiB meanwhile.
         self._taking = asyncio.Lock()
 
-    async def take(self, leased: Ranges, quarantined: Ranges) -> list[TierAccount]:
+    async def take(
+        self, leased: Ranges, quarantined: Ranges, spilled: Callable[[], Iterable[Region]]
+    ) -> list[TierAccount]:
         """Return the account of each tier, the host tier first; see `Engine.accounts`.
 
         A range that has several holders counts for the first of: sessions, quarantine, operations under way, jobs. A
-        region counts for the first of: jobs, kept steps, readers, operations under way.
+        region counts for the first of: jobs, kept steps, readers, sessions, operations under way.
         """
         async with self._taking:
             tiers = (self._host, *self._backing)
@@ -124,9 +129,10 @@ class Accountant:
             # During the walk, bytes may pass from one of these holders to a slab that was visited before, or from a
             # reader to a kept step. So these holders are read before the walk, and again after it.
             ranges = self._ranges(leased, quarantined)
-            new = self._new_regions()
+            new, lent = self._new_regions(), list(spilled())
             read = [reader.regions for reader in self._readers()]
             copies, regions = await self._visit(read)
+            regions.add(Holder.LEASES, [*spilled(), *(region for region in lent if region.holders)])
             regions.add(Holder.UNDER_WAY, [*self._new_regions(), *new])
             accounts = [
                 self._host_account(copies, self._ranges(leased, quarantined), ranges),
@@ -150,7 +156,7 @@ class Accountant:
         return holders
 
     def _new_regions(self) -> list[Region]:
-        return [region for tier in self._backing for region in tier.new_regions]
+        return [*(region for tier in self._backing for region in tier.new_regions), *self._gradients.regions]
 
     async def _visit(self, read: list[dict[Any, Region | None]]) -> tuple[set[ArenaRange], _Regions]:
         """Return the ranges of the copies of all slabs, and the regions of jobs, kept steps and readers.

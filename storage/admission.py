@@ -7,12 +7,14 @@ they need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 from storage.errors import BudgetExceededError
+from storage.gradients import Gradients
 from storage.job_table import JobTable
 from storage.reader import StepReader
 from storage.tiers.backing import BackingTiers
@@ -50,11 +52,15 @@ _UNITS_OF_A_RANK = 2
 class HostNeed:
     """The bytes of the host tier that cannot be evicted at the worst moment of a step.
 
-    They are copies of slabs placed there, gradients, and the units that each rank has leased.
+    They are copies of slabs placed there, the gradients that ranks have not parked, and the units that each rank has
+    leased.
     """
 
     home_bytes: int
+    # The bytes of the largest gradients that the ranks can have at once without parking them.
     gradient_bytes: int
+    # The bytes of all gradients of a step.
+    all_gradient_bytes: int
     units: int
     # The bytes of the `units` largest units.
     units_bytes: int
@@ -64,10 +70,15 @@ class HostNeed:
         """The sum of all bytes."""
         return self.home_bytes + self.gradient_bytes + self.units_bytes
 
+    @property
+    def total_without_spilling(self) -> int:
+        """The sum of all bytes if all gradients of a step are in host memory."""
+        return self.total - self.gradient_bytes + self.all_gradient_bytes
+
     def __str__(self) -> str:
         return (
-            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients, {self.units_bytes} of "
-            f"{self.units} units in use or on their way"
+            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients at once, "
+            f"{self.units_bytes} of {self.units} units in use or on their way"
         )
 
 
@@ -75,14 +86,22 @@ class Admission:
     """Admits what jobs and readers need, or raises BudgetExceededError."""
 
     def __init__(
-        self, jobs: JobTable, host: HostTier, backing: BackingTiers, tile_bytes: int, units_of_a_rank_alone: int
+        self,
+        jobs: JobTable,
+        host: HostTier,
+        backing: BackingTiers,
+        gradients: Gradients,
+        tile_bytes: int,
+        units_of_a_rank_alone: int,
+        gradients_of_a_rank: int,
     ) -> None:
-        """Check against the budgets of `host` and `backing`.
+        """Check against the budgets of `host` and `backing`, between which `gradients` moves what is parked.
 
         Args:
             tile_bytes: the bytes of the host budget that the optimizer's tile buffers use.
             units_of_a_rank_alone: the number of units that a rank maps in place at once, and so leases, if it is the
                 only rank of its job.
+            gradients_of_a_rank: the number of gradients that each rank has at once without parking them.
         """
         # The open readers. The set's references are weak, so a closed reader disappears when no session refers to it
         # any more.
@@ -90,8 +109,10 @@ class Admission:
         self._jobs = jobs
         self._host = host
         self._backing = backing
+        self._gradients = gradients
         self._tile_bytes = tile_bytes
         self._units_of_a_rank_alone = units_of_a_rank_alone
+        self._gradients_of_a_rank = gradients_of_a_rank
 
     def reserve(self) -> None:
         """Make sure that the next steps of all jobs find room on the backing tiers, or raise BudgetExceededError."""
@@ -108,14 +129,19 @@ class Admission:
             backed = tally.by_backing[tier.name] if job.spec.local_ranks else 0
             tier.reserve(self._need(tier) + backed + (unbacked if tier.is_durable else 0))
 
-    def _need(self, tier: BackingTier[Any]) -> int:
+    def _need(self, tier: BackingTier[Any], host_budget_bytes: int | None = None) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
-        slab, and then only the reader or the kept step holds them.
+        slab, and then only the reader or the kept step holds them. So are gradients, if the host budget (None: the
+        present one) does not hold all of a step.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
+        spills = 0
+        if tier.is_durable and not self._holds_all_gradients(host_budget_bytes):
+            gradients = sum(job.tally.gradient_bytes for job in active)
+            spills = max(0, gradients - self._gradients.spilled_bytes)
         shared = {
             region
             for reader in self.readers
@@ -126,7 +152,36 @@ class Admission:
         for job in active:
             if kept := self.kept_regions([job.spec.name]):
                 shared |= kept & {r for slab in job.slabs() for r in slab.versions.values() if r.tier is tier}
-        return sum(region.nbytes for region in shared) + sum(_need(job, tier) for job in active)
+        return sum(region.nbytes for region in shared) + sum(_need(job, tier) for job in active) + spills
+
+    def _holds_all_gradients(self, host_budget_bytes: int | None = None) -> bool:
+        """Return whether a host budget, by default the present one, has room for all gradients of a step."""
+        budget = self._host.budget_bytes if host_budget_bytes is None else host_budget_bytes
+        return self._fixed_bytes + self._all_need().total_without_spilling <= budget
+
+    def must_park(self, job: Job, limits: Iterable[Limit]) -> bool:
+        """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all."""
+        return not self._holds_all_gradients() or any(
+            limit.host_bytes is not None and self._need_under(limit, job).total_without_spilling > limit.host_bytes
+            for limit in limits
+        )
+
+    def spare_bytes(self) -> int:
+        """Return the bytes of the host budget that remain when all jobs have what cannot leave the host tier."""
+        return max(0, self._host.budget_bytes - self._fixed_bytes - self._all_need().total)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return self._host.arena.header_bytes + self._tile_bytes
+
+    def _all_need(self) -> HostNeed:
+        return self._host_need([job for job in self._jobs if job.spec.local_ranks or _has_copies(job)])
+
+    def _need_under(self, limit: Limit, job: Job) -> HostNeed:
+        """Return the need of the jobs that a limit covers, of which `job` is one."""
+        names = [name for name in self._jobs.by_name if limit.covers(name)]
+        layouts = [layout for name in names for layout in self._jobs.layouts(name)]
+        return self._host_need([each for each in layouts if each is job or each.spec.local_ranks or _has_copies(each)])
 
     def kept_regions(self, names: Iterable[str]) -> set[Region]:
         """Return the regions that the kept steps of some jobs hold, each once."""
@@ -158,6 +213,8 @@ class Admission:
         durable = self._backing.durable
         nvme = sum(_need(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
+        if not self._holds_all_gradients() or host.total_without_spilling > (limit.host_bytes or math.inf):
+            nvme += sum(layout.tally.gradient_bytes for layout in active)
         all_kept = self.kept_regions(names).union(kept)
         nvme += sum(region.nbytes for region in all_kept)
         if limit.counts_readers:
@@ -199,7 +256,7 @@ class Admission:
             BudgetExceededError: it could not. The text says how large the budget has to be.
         """
         durable = self._backing.durable
-        used, more = durable.used_bytes, self._need(durable)
+        used, more = durable.used_bytes, self._need(durable, host_budget_bytes)
         if used + more > nvme_budget_bytes:
             raise BudgetExceededError(
                 f"nvme_budget {nvme_budget_bytes} is too small: {used} bytes are in use, and the next steps of the "
@@ -222,7 +279,7 @@ class Admission:
         other users.
         """
         jobs = [j for j in self._jobs if j.spec.local_ranks or _has_copies(j)]
-        need = self._host_need(jobs)
+        need = self._all_need()
         others = self._host.arena.header_bytes + need.total
         if others + self._tile_bytes > self._host.budget_bytes:
             names = {j.spec.name for j in jobs}
@@ -237,10 +294,16 @@ class Admission:
         leased = [nbytes for job in jobs for nbytes in self._largest_units(job)]
         return HostNeed(
             home_bytes=sum(job.tally.home_bytes for job in jobs),
-            gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
+            gradient_bytes=sum(map(self._largest_gradients, jobs)),
+            all_gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
             units=len(leased),
             units_bytes=sum(leased),
         )
+
+    def _largest_gradients(self, job: Job) -> int:
+        """Return the bytes of the largest gradients that the ranks of a job can have at once without parking them."""
+        count = self._gradients_of_a_rank * job.spec.local_ranks
+        return sum(job.tally.gradients[-count:]) if count else 0
 
     def _largest_units(self, job: Job) -> list[int]:
         """Return the bytes of the largest units that the ranks of a job can have leased at once.

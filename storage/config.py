@@ -48,3 +48,5 @@ class EngineConfig:
     on_damage: Callable[[Exception], None] = lambda _: None
     # The most units of a model that a client maps in place at once if it is its job's only rank on this node.
     units_of_a_rank_alone: int = 3
+    # The most gradients that each client holds at once without parking them.
+    gradients_of_a_rank: int = 4

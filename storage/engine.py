@@ -31,6 +31,7 @@ from storage.damage_log import DamageLog
 from storage.demand_reads import DemandReads
 from storage.directories import CATALOG, LOCK
 from storage.errors import BudgetExceededError, ConflictError, StepAbortedError, StorageError
+from storage.gradients import Gradient, Gradients
 from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
@@ -40,7 +41,7 @@ from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
 from storage.scratch import ScratchRanges
 from storage.scrub import Scrubber
-from storage.shard import GroupSpec, JobSpec, Kind
+from storage.shard import GroupSpec, JobSpec, Kind, SlabKey
 from storage.slab import NEVER, HostCopy, Slab
 from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
@@ -105,13 +106,22 @@ class Engine:
         tiles = TilePool(self.host)
         self.reader = RangeReader(self.host, self.host_cache, self.backing, tiles)
         self._jobs = jobs
+        self.scratch = ScratchRanges(self.host)
+        self.gradients = Gradients(self.host, self.backing, self.scratch, self._room_for_parked)
         self._job_registry = JobRegistry(
-            jobs, self.host, self.backing, self.host_cache, tiles.nbytes, config.units_of_a_rank_alone
+            jobs,
+            self.host,
+            self.backing,
+            self.host_cache,
+            self.gradients,
+            tiles.nbytes,
+            config.units_of_a_rank_alone,
+            config.gradients_of_a_rank,
         )
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )
-        transformer = Transformer(self.host, self.backing, self.host_cache, tiles, self._compute)
+        transformer = Transformer(self.host, self.backing, self.host_cache, self.gradients, tiles, self._compute)
         copies = CopyWrites(self.host, self.backing, self.host_cache)
         self._committer = Committer(self.backing, self.host_cache, copies, tracer, catalog, catalog_thread.run)
         self._pending_steps = PendingSteps(
@@ -120,7 +130,6 @@ class Engine:
         self._kept_steps = KeptSteps(
             jobs, self._job_registry, self.backing, self._committer, catalog, catalog_thread.run
         )
-        self.scratch = ScratchRanges(self.host)
         self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
         self._accountant = Accountant(
             jobs,
@@ -128,6 +137,7 @@ class Engine:
             self.backing,
             self.host_cache,
             self.scratch,
+            self.gradients,
             lambda: self._job_registry.admission.readers,
             fixed_bytes=self.host.arena.header_bytes + tiles.nbytes,
         )
@@ -180,6 +190,7 @@ class Engine:
                 # start discards it.
                 log.error("the unfinished step of job %s could not be abandoned: %s", job.spec.name, error)
         await self._kept_steps.close()
+        await self.gradients.close()
         await self.queue.close()
         await self.backing.close()
         await self._damage_log.close()
@@ -214,14 +225,21 @@ class Engine:
         readers = [reader for reader in self._job_registry.admission.readers if reader.regions]
         return await self.upkeep.steps(name, readers)
 
-    async def accounts(self, *, leased: Ranges = lambda: (), quarantined: Ranges = lambda: ()) -> list[TierAccount]:
+    async def accounts(
+        self,
+        *,
+        leased: Ranges = lambda: (),
+        quarantined: Ranges = lambda: (),
+        spilled: Callable[[], Iterable[Region]] = lambda: (),
+    ) -> list[TierAccount]:
         """Return for each tier which holder uses how many of its bytes. This visits all slabs, in slices.
 
         Args:
             leased: returns the ranges of the arena that sessions have leased.
             quarantined: returns the ranges to which processes of ended sessions may still write.
+            spilled: returns the regions of the spilled gradients that sessions have leased.
         """
-        accounts = await self._accountant.take(leased, quarantined)
+        accounts = await self._accountant.take(leased, quarantined, spilled)
         return [self._gpu_account(), *accounts] if self.gpu.is_in_use else accounts
 
     def _gpu_account(self) -> TierAccount:
@@ -591,19 +609,44 @@ class Engine:
         else:
             self.scratch.hand_over(staged)
 
-    async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
+    async def allocate_gradient(self, job: Job, group: str) -> Gradient:
         """Return room in the arena for the gradient of a group, until `update` consumes it or the caller frees it.
 
         Raises:
             ConflictError: the group is frozen.
             BudgetExceededError: other bytes in use left no room for the gradient before the deadline.
+            StorageError: gradients had to be spilled to make room, and this failed.
         """
         spec = job.group(group).spec
         if Kind.GRAD not in spec.slab_of_kind:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        return await self.scratch.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
+        # While a step is being committed, the gradient is for the one after it.
+        step = job.next_step + (job.pending is not None and job.pending.sealed.is_set())
+        key = SlabKey(job.spec.identity, group, Kind.GRAD)
+        return await self.gradients.allocate(job.spec.name, key, job.group(group), step)
+
+    async def recall_gradient(self, gradient: Gradient) -> None:
+        """Bring a parked gradient back to the arena; see `Gradients.recall`.
+
+        Raises:
+            DeviceStuckError: a device does not answer; the gradient is back as soon as it does.
+        """
+        await self.backing.watch.unless_stuck(self.gradients.recall(gradient))
+
+    def must_park(self, job: Job, limits: Iterable[Limit] = ()) -> bool:
+        """Return whether the gradients of a job are to be parked, because those of a step may not all fit.
+
+        Args:
+            limits: the most bytes that the jobs of some names may use.
+        """
+        return self._job_registry.admission.must_park(job, limits)
+
+    def _room_for_parked(self) -> int:
+        """Return the bytes of the arena that parked gradients may take, so that the rest of a step has its room."""
+        spare = self._job_registry.admission.spare_bytes()
+        return max(0, spare - min(self.config.prefetch_bytes, spare // 2))
 
     def take_staged(self, pin: Pin) -> ArenaRange:
         """Take the range of the arena with a slab's staged bytes away from the slab, and return it.
@@ -691,7 +734,7 @@ class Engine:
         job: Job,
         step: int,
         group: str,
-        gradient: ArenaRange,
+        gradient: Gradient,
         kernel: Kernel,
         *,
         position: float = NEVER,
@@ -699,9 +742,9 @@ class Engine:
     ) -> asyncio.Task[None]:
         """Start the update of a group to version `step`, and return its task. `commit` reports a failed update.
 
-        The gradient's range is freed when the update is done. If a slab of the group is in host memory only, the update
-        waits until `commit` is called: before that the step can still be abandoned, and the update would overwrite the
-        only bytes of the last committed step.
+        The gradient is freed when the update is done, and may be parked or spilled meanwhile. If a slab of the group is
+        in host memory only, the update waits until `commit` is called: before that the step can still be abandoned, and
+        the update would overwrite the only bytes of the last committed step.
 
         Args:
             position: the trace position of the group. Among the updates that wait, the one with the lowest position
@@ -716,11 +759,11 @@ class Engine:
             self.free_gradient(gradient, update)
         return update
 
-    def free_gradient(self, gradient: ArenaRange, update: asyncio.Task[None]) -> None:
-        """Free a gradient's range of the arena as soon as its update is done."""
+    def free_gradient(self, gradient: Gradient, update: asyncio.Task[None]) -> None:
+        """Free a gradient as soon as its update is done."""
         # A callback frees the gradient, and not the end of the update, because an update that is cancelled before it
         # begins does not run to its end.
-        update.add_done_callback(lambda _: self.scratch.free(gradient))
+        update.add_done_callback(lambda _: self.gradients.free(gradient))
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
         """Undo the update of a group in the pending step, if there is one.

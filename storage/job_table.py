@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from storage.errors import NotFoundError
-from storage.shard import SlabKey
+from storage.shard import Kind, SlabKey
+from storage.slab import Group
 from storage.versions import Job
 
 
@@ -83,13 +84,16 @@ class JobTable:
             if not label.startswith(f"{job.spec.identity}/"):
                 continue
             for group in job.groups.values():
+                gradient = SlabKey(job.spec.identity, group.spec.name, Kind.GRAD)
+                if gradient.is_of(label) and Kind.GRAD in group.spec.slab_of_kind:
+                    return _fqns_at(group, group.spec.slab_of_kind[Kind.GRAD].dtype.itemsize, offset, nbytes)
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):
-                        itemsize = slab.spec.dtype.itemsize
-                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
-                        return tuple(
-                            s.fqn
-                            for s in group.spec.shards
-                            if s.group_offset < end and s.group_offset + s.numel > first
-                        )
+                        return _fqns_at(group, slab.spec.dtype.itemsize, offset, nbytes)
         return ()
+
+
+def _fqns_at(group: Group, itemsize: int, offset: int, nbytes: int) -> tuple[str, ...]:
+    """Return the FQNs of a group's shards that have elements of `itemsize` bytes in a range of bytes of a slab."""
+    first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+    return tuple(s.fqn for s in group.spec.shards if s.group_offset < end and s.group_offset + s.numel > first)

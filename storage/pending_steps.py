@@ -15,6 +15,7 @@ from typing import Any
 from storage.catalog.records import CommitRecord
 from storage.commit import Committer
 from storage.errors import ConflictError, StepAbortedError
+from storage.gradients import Gradient
 from storage.host_cache import HostCache
 from storage.shard import Kind
 from storage.slab import Group, HostCopy, Slab
@@ -56,12 +57,15 @@ class PendingSteps:
             raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
 
     def update(
-        self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel, position: float
+        self, job: Job, step: int, group: str, gradient: Gradient, kernel: Kernel, position: float
     ) -> asyncio.Task[None]:
         """Start the update of a group, and return its task. The task uses the gradient until it is done."""
         self.check_update(job, step, group)
         slabs = job.group(group).slabs
-        return self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel, position))
+        gradient.waits_for_seal = not all(slab.backed for slab in slabs)
+        update = self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel, position))
+        gradient.update = update
+        return update
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
         """Stop the update of a group, or undo it, so that its slabs are as the last committed step left them."""
@@ -133,15 +137,15 @@ class PendingSteps:
         self._host_cache.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
     async def _update(
-        self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel, position: float
+        self, job: Job, group: Group, step: int, gradient: Gradient, kernel: Kernel, position: float
     ) -> None:
         pending = job.pending
         assert pending is not None
-        if not all(slab.backed for slab in group.slabs):
+        if gradient.waits_for_seal:
             # Wait for the seal before the only bytes of the last committed step are overwritten, because until then the
             # step can be abandoned.
             await pending.sealed.wait()
-        dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
+            gradient.waits_for_seal = False
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
         tracer, key = self._tracer, group.slabs[0].key
@@ -151,7 +155,7 @@ class PendingSteps:
                 group,
                 step,
                 reads=reads,
-                gradient=self._host.tensor(gradient, dtype, group.spec.numel),
+                gradient=gradient,
                 kernel=tracer.traced(Activity.OPTIMIZER, label, kernel),
                 position=position,
             )

@@ -108,6 +108,10 @@ class SlabKey:
         """Return a name for a version of the slab, for traces, checksums and error texts."""
         return f"{self.job}/{self.group}/{self.kind.value} at step {step}"
 
+    def is_of(self, label: str) -> bool:
+        """Return whether a label is the name of a version of the slab at any step."""
+        return label.startswith(f"{self.job}/{self.group}/{self.kind.value} at step ")
+
     def __str__(self) -> str:
         return f"{self.job_name}/{self.group}/{self.kind.value}"
 

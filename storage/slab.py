@@ -77,6 +77,8 @@ class Tally:
     # Bytes of the slabs that are placed in the host tier, and bytes of all gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
+    # The bytes of each gradient, ascending.
+    gradients: list[int] = field(default_factory=list)
     # The bytes of each parameter slab that is not placed in the host tier, ascending.
     passing: list[int] = field(default_factory=list)
     # The copies in the host tier: their number and their bytes.
@@ -118,6 +120,8 @@ class Tally:
             self.count(slab)
         self.elements += sum(shard.numel for shard in group.spec.shards)
         self.gradient_bytes += group.gradient_bytes
+        if group.gradient_bytes:
+            bisect.insort(self.gradients, group.gradient_bytes)
 
     def remove(self, group: Group) -> None:
         """Remove a group from the sums because its registration failed; its slabs must have no bytes."""
@@ -127,6 +131,8 @@ class Tally:
             self.unsaved.pop(slab, None)
         self.elements -= sum(shard.numel for shard in group.spec.shards)
         self.gradient_bytes -= group.gradient_bytes
+        if group.gradient_bytes:
+            del self.gradients[bisect.bisect_left(self.gradients, group.gradient_bytes)]
 
     def count(self, slab: Slab) -> None:
         """Add a slab, as it is now, to the sums. Call `uncount` before its placement changes."""

@@ -21,10 +21,11 @@ from functools import partial
 import torch
 
 from storage.errors import BudgetExceededError, DamagedBlockError
+from storage.gradients import Gradient, Gradients
 from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
 from storage.position_lock import PositionLock
-from storage.shard import MAX_OPTIMIZER_STATES, Kind
+from storage.shard import MAX_OPTIMIZER_STATES, DType, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
@@ -117,6 +118,7 @@ class TilePool:
         self._sets = min(quanta, TILE_SETS)
         self.elements = quanta // self._sets * TILE_QUANTUM
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
+        self._taking_two = asyncio.Lock()
         for _ in range(self._sets):
             range_ = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
             assert range_ is not None
@@ -130,6 +132,17 @@ class TilePool:
     async def take(self) -> ArenaRange:
         """Wait until a buffer is free, and return it. The caller passes it to `free` afterwards."""
         return await self._free.get()
+
+    async def take_two(self) -> tuple[ArenaRange, ArenaRange]:
+        """Wait until two buffers are free, and return them. The caller passes each to `free` afterwards."""
+        # Only one task at a time takes two, so that no two of them wait for each other with one buffer each.
+        async with self._taking_two:
+            first = await self._free.get()
+            try:
+                return first, await self._free.get()
+            except BaseException:
+                self.free(first)
+                raise
 
     def free(self, range_: ArenaRange) -> None:
         """Release a buffer, so that another tile or read can take it."""
@@ -149,11 +162,18 @@ class Transformer:
     """Runs kernels over groups, several tiles at once. The waiting group with the lowest position goes first."""
 
     def __init__(
-        self, host: HostTier, backing: BackingTiers, host_cache: HostCache, tiles: TilePool, executor: Executor
+        self,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        gradients: Gradients,
+        tiles: TilePool,
+        executor: Executor,
     ) -> None:
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
+        self._gradients = gradients
         self._tiles = tiles
         self._executor = executor
         self._position_lock = PositionLock()
@@ -165,7 +185,7 @@ class Transformer:
         step: int,
         *,
         reads: frozenset[Kind],
-        gradient: torch.Tensor,
+        gradient: Gradient,
         kernel: Kernel,
         position: float,
     ) -> None:
@@ -195,8 +215,8 @@ class Transformer:
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         await give_way(partial(self._make_evictable, passages, tasks))
                         self._pin_again(passages)
-                        range_ = await self._tiles.take()
-                        tile = self._tile(range_, group, start, passages, gradient, kernel)
+                        part = await self._take(gradient)
+                        tile = self._tile(part, group, start, passages, kernel)
                         tasks.append(asyncio.ensure_future(tile))
             finally:
                 await finish_all(tasks)
@@ -297,19 +317,31 @@ class Transformer:
             else:
                 return
 
+    async def _take(self, gradient: Gradient) -> _Buffers:
+        """Wait for the buffers of a tile, and hold the gradient where it is then.
+
+        A spilled gradient needs a buffer of its own, into which its part of the tile is read.
+        """
+        own: ArenaRange | None = None
+        if gradient.is_in_arena:
+            range_ = await self._tiles.take()
+            if not gradient.is_in_arena:
+                # It was spilled during the wait.
+                self._tiles.free(range_)
+                range_, own = await self._tiles.take_two()
+        else:
+            range_, own = await self._tiles.take_two()
+        return _Buffers(range_, own, gradient, self._gradients.begin_read(gradient))
+
     async def _tile(
-        self,
-        range_: ArenaRange,
-        group: Group,
-        start: int,
-        passages: Sequence[_Passage],
-        gradient: torch.Tensor,
-        kernel: Kernel,
+        self, buffers: _Buffers, group: Group, start: int, passages: Sequence[_Passage], kernel: Kernel
     ) -> None:
-        """Read, update and write one tile, and free its buffer."""
+        """Read, update and write one tile, and free its buffers."""
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
-            parts = _Parts(start, numel, self._map(range_, start, numel, passages), gradient, kernel, self._scratch)
+            gradient = self._map_gradient(buffers, start, numel)
+            mapped = self._map(buffers.range_, start, numel, passages)
+            parts = _Parts(start, numel, mapped, gradient, kernel, self._scratch)
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
@@ -318,11 +350,24 @@ class Transformer:
                 await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
-            self._tiles.free(range_)
+            self._gradients.end_read(buffers.gradient, buffers.place)
+            for range_ in (buffers.range_, buffers.own):
+                if range_ is not None:
+                    self._tiles.free(range_)
 
-    def _map(self, range_: ArenaRange, start: int, numel: int, passages: Sequence[_Passage]) -> list[_Mapped]:
+    def _map_gradient(self, buffers: _Buffers, start: int, numel: int) -> _Mapped:
+        """Return the memory of the gradient's part of the tile, which is where the gradient is or in its own buffer."""
+        dtype, place = buffers.gradient.dtype, buffers.place
+        offset, nbytes = start * dtype.itemsize, round_up(numel * dtype.itemsize)
+        if isinstance(place, ArenaRange):
+            return _Mapped(self._host.view(place)[offset : offset + nbytes], offset, dtype)
+        assert buffers.own is not None, "a spilled gradient has a buffer of its own"
+        return _Mapped(self._host.view(buffers.own)[:nbytes], offset, dtype, source=place)
+
+    def _map(self, range_: ArenaRange, start: int, numel: int, passages: Sequence[_Passage]) -> list[_MappedSlab]:
         """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
-        mapped, used = [], 0
+        mapped: list[_MappedSlab] = []
+        used = 0
         for passage in passages:
             itemsize = passage.slab.spec.dtype.itemsize
             if passage.copy is not None:
@@ -330,7 +375,7 @@ class Transformer:
             else:
                 base, offset = self._host.view(range_), used
                 used += self._tiles.elements * itemsize
-            mapped.append(_Mapped(passage, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
+            mapped.append(_MappedSlab(passage, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
         return mapped
 
     def _finish(self, passage: _Passage, step: int) -> None:
@@ -356,15 +401,30 @@ class _Scratch(threading.local):
         self.tensor = torch.empty(PART_ELEMENTS, dtype=torch.float32)
 
 
-class _Mapped:
-    """The bytes of one slab in one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """The buffers of one tile.
 
-    def __init__(self, passage: _Passage, view: memoryview, offset: int) -> None:
-        dtype = passage.slab.spec.dtype
-        self.kind = passage.slab.key.kind
-        self.source = passage.source
-        self.target = passage.target
-        self.begins_as_zeros = passage.reads and passage.slab.latest is None
+    Attributes:
+        range_: for the parts of slabs that have no copy.
+        own: for the part of the gradient, if it is spilled.
+        place: where the gradient is held for the tile.
+    """
+
+    range_: ArenaRange
+    own: ArenaRange | None
+    gradient: Gradient
+    place: ArenaRange | Region
+
+
+class _Mapped:
+    """The bytes of one kind in one tile: `view`, whole pages of host memory, is at byte `offset` of the kind's bytes.
+
+    `source` is the region from which the bytes are read; None if they are in memory already.
+    """
+
+    def __init__(self, view: memoryview, offset: int, dtype: DType, source: Region | None = None) -> None:
+        self.source = source
         self.tensor = torch.frombuffer(view, dtype=dtype.torch)
         self._view = view
         self._offset = offset
@@ -380,6 +440,16 @@ class _Mapped:
         return Move(region, self._offset + start, self._view[start:stop])
 
 
+class _MappedSlab(_Mapped):
+    """The bytes of one slab in one tile."""
+
+    def __init__(self, passage: _Passage, view: memoryview, offset: int) -> None:
+        super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
+        self.kind = passage.slab.key.kind
+        self.target = passage.target
+        self.begins_as_zeros = passage.reads and passage.slab.latest is None
+
+
 class _Parts:
     """The work on one tile in an optimizer thread, part by part, so that each part stays in the processor's cache.
 
@@ -390,8 +460,8 @@ class _Parts:
         self,
         start: int,
         numel: int,
-        mapped: Sequence[_Mapped],
-        gradient: torch.Tensor,
+        mapped: Sequence[_MappedSlab],
+        gradient: _Mapped,
         kernel: Kernel,
         scratch: _Scratch,
     ) -> None:
@@ -409,7 +479,7 @@ class _Parts:
     def reads(self, first: int, end: int) -> list[Move[Region]]:
         """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
         stop = end if end < self._numel else None
-        return [m.move(m.source, first, stop) for m in self._mapped if m.source is not None]
+        return [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
 
     def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
         """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
@@ -433,13 +503,12 @@ class _Parts:
             for m in self._mapped:
                 if m.begins_as_zeros:
                     tensors[m.kind].zero_()
-            start = self._start + first
             self._kernel(
                 Tile(
-                    start=start,
+                    start=self._start + first,
                     numel=end - first,
                     tensors=tensors,
-                    gradient=self._gradient[start : self._start + end],
+                    gradient=self._gradient.tensor[first:end],
                     scratch=self._scratch.tensor[: end - first],
                 )
             )

@@ -16,8 +16,8 @@ from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.config import EngineConfig
 from storage.engine import Engine
+from storage.gradients import Gradient
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.tiers.arena import ArenaRange
 from storage.transform import Kernel, Tile
 from storage.versions import Job
 
@@ -96,14 +96,14 @@ class Training:
                 await self.engine.publish(pin)
         await self.commit()
 
-    async def gradients(self) -> list[ArenaRange]:
-        """Allocate and fill the gradients of all groups in the arena, and return their ranges."""
-        regions = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
-        for spec, region in zip(self._specs, regions, strict=True):
-            self.engine.host.tensor(region, DType.BFLOAT16, spec.numel).fill_(1e-3)
-        return regions
+    async def gradients(self) -> list[Gradient]:
+        """Allocate and fill the gradients of all groups in the arena, and return them."""
+        gradients = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
+        for gradient in gradients:
+            self.engine.gradients.tensor(gradient).fill_(1e-3)
+        return gradients
 
-    async def update(self, gradients: list[ArenaRange], kernel_of: Callable[[GroupSpec, int], Kernel]) -> None:
+    async def update(self, gradients: list[Gradient], kernel_of: Callable[[GroupSpec, int], Kernel]) -> None:
         """Hand over the gradients of the next step, and wait until all groups are updated.
 
         Raises:

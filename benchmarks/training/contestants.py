@@ -63,6 +63,9 @@ class Contestant(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
+    def end_micro_batch(self) -> None:
+        """End a micro-batch that is not the last one of its step."""
+
     def update(self) -> None:
         """End the step; a part of its work may go on in the background."""
 
@@ -80,13 +83,17 @@ class Compute:
 
     def __init__(self, task: TrainingTask, model: nn.Module) -> None:
         self.model = model.to(torch.bfloat16)
+        self._accumulation = task.accumulation
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(tokens, labels=tokens).loss
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        (loss / self._accumulation).backward()
+
+    def end_micro_batch(self) -> None:
+        """Do nothing, because torch adds up the gradients."""
 
     def update(self) -> None:
         self.model.zero_grad()
@@ -138,6 +145,9 @@ class WithEngine:
     def backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss)
 
+    def end_micro_batch(self) -> None:
+        self._engine.step()
+
     def update(self) -> None:
         self._engine.step()
 
@@ -185,6 +195,7 @@ class FullySharded(Compute):
             fully_shard(block, **policies)
         fully_shard(model, **policies)
         self.model = model
+        self._accumulation = spec.task.accumulation
         self._clip = spec.task.clip
         parameters = self.model.parameters()
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
@@ -256,15 +267,21 @@ def begin(spec: Spec) -> Contestant:
 
 
 def make_steps(
-    contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, each_step: bool
+    contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, accumulation: int, each_step: bool
 ) -> dict[str, list[Any]]:
     """Make `count` steps with batches from `draw`, and return the fields of a `contestant_process.Block`, by step.
+
+    A step has `accumulation` micro-batches. The loss, and the times of forward and backward, are those of the last one.
 
     A step lasts until the next one can begin. So reading the loss counts for the step. Work that a step leaves in the
     background, or to an accelerator, counts for the next step, which it slows.
     """
     taken: dict[str, list[Any]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses", "facts")}
     for number in range(count):
+        began = time.perf_counter()
+        for _ in range(accumulation - 1):
+            contestant.backward(contestant.forward(draw()))
+            contestant.end_micro_batch()
         marks = [time.perf_counter()]
         loss = contestant.forward(draw())
         marks.append(time.perf_counter())
@@ -273,7 +290,7 @@ def make_steps(
         taken["losses"].append(loss.item())
         contestant.update()
         marks.append(time.perf_counter())
-        taken["seconds"].append(marks[-1] - marks[0])
+        taken["seconds"].append(marks[-1] - began)
         for name, begun, ended in zip(("forward", "backward", "update"), marks, marks[1:], strict=False):
             taken[name].append(ended - begun)
         if each_step or number == count - 1:
@@ -293,7 +310,11 @@ def serve(spec: Spec, answers: TextIO) -> None:
     answer({"ready": True})
     for line in sys.stdin:
         taken: dict[str, Any] = make_steps(
-            contestant, int(line), lambda: next(data).to(spec.device), each_step=spec.each_step
+            contestant,
+            int(line),
+            lambda: next(data).to(spec.device),
+            accumulation=spec.task.accumulation,
+            each_step=spec.each_step,
         )
         begun = time.perf_counter()
         contestant.settle()

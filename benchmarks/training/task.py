@@ -24,9 +24,10 @@ class TrainingTask:
     Attributes:
         hidden: the width of the model, a multiple of 64, which is the width of a head.
         vocab: the number of tokens in the vocabulary.
-        batch: the number of sequences of a step.
+        batch: the number of sequences of a step, or of a micro-batch.
         tokens: the length of each sequence.
         clip: the limit of the gradients' global norm; 0: none.
+        accumulation: the number of micro-batches of a step, each of `batch` sequences.
     """
 
     model: ModelKind = "gpt2"
@@ -36,10 +37,11 @@ class TrainingTask:
     batch: int
     tokens: int
     clip: float = 0.0
+    accumulation: int = 1
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch * self.tokens
+        return self.accumulation * self.batch * self.tokens
 
     @property
     def gpt2_parameters(self) -> int:
@@ -59,6 +61,7 @@ class TrainingTask:
         """Return the task's part of a DeepSpeed config, which this project reads, too."""
         return {
             "train_micro_batch_size_per_gpu": self.batch,
+            "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},

@@ -50,6 +50,9 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         if tier.quarantined_bytes:
             held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended may write to them"
             lines.append(text(f"{tier_name(tier.tier)}: {held}"))
+        if tier.gradient_bytes:
+            spilled = "spilled" if tier.tier == pb.TIER_NVME else "parked"
+            lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.gradient_bytes)} of {spilled} gradients"))
     lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:
         longest = response.longest_loop_stall_seconds

@@ -20,6 +20,11 @@ GATHER_ALIGNMENT_BYTES = 16
 # two.
 READ_BLOCK_BYTES = 128 << 10
 
+# The most gradients that a rank has at once without parking them, if the store asks it to park (`Lease.park`): that of
+# the root, those of the unit whose backward runs and of the one before, and one that another unit waits with. The
+# daemon admits a job only if its host budget can hold this number of the largest gradients of each rank.
+GRADIENTS_AT_ONCE = 4
+
 # The most units that the only rank of a job at a store maps in place at once: the root, the unit in use, and the one
 # before or after it. Units placed in the host tier are not included. The daemon admits a job only if its host budget
 # can hold this number of the largest units. If more units are in use, the trainer copies some of them

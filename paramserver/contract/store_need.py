@@ -17,7 +17,9 @@ class StoreNeed:
 
     Attributes:
         home_bytes: host memory for slabs that are placed there.
-        gradient_bytes: host memory for all gradients of a step.
+        gradient_bytes: host memory for gradients: for all of a step if they fit into the host budget, else for the
+            largest ones that the ranks can have at once without parking them.
+        spilled_gradient_bytes: bytes on NVMe for gradients that do not fit into the host budget; 0 if all fit.
         units_bytes: host memory for the units that ranks have leased at once and that are placed elsewhere.
         units: number of these units.
         buffer_bytes: host memory for the optimizer's buffers, which depends on the host budget that the caller gave.
@@ -26,11 +28,12 @@ class StoreNeed:
         least_host_budget: the smallest host budget with which the daemon admits the job.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
-        nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job.
+        nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job and for spilled gradients.
     """
 
     home_bytes: int
     gradient_bytes: int
+    spilled_gradient_bytes: int
     units_bytes: int
     units: int
     buffer_bytes: int

@@ -117,6 +117,15 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
             version=lease.step,
             dtype=lease.dtype,
         )
+    if lease.gradient is not None:
+        return _LeaseSource(
+            engine=engine,
+            lease=lease,
+            job=lease.gradient.job,
+            size_bytes=lease.nbytes,
+            version=0,
+            dtype=lease.gradient.dtype,
+        )
     if lease.mode is not LeaseMode.READ or lease.pin is None:
         raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")
     slab = lease.pin.slab

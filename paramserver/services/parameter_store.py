@@ -159,6 +159,9 @@ class ParameterStore:
             if isinstance(lease, DeviceLease):
                 if lease.lease_id in session.device_leases:
                     self._grants.device_copies.release(session, lease)
+            elif lease.gradient is not None and lease.recalls:
+                # The client knows this lease, and has parked its gradient.
+                self._engine.gradients.park(lease.gradient)
             elif not lease.void:
                 await self._grants.release(session, lease, publish=False, next_use=NEVER)
 
@@ -214,6 +217,11 @@ class ParameterStore:
             # This is finished even if the client goes, because no client could go on from a half-undone update.
             await finished(self._grants.withdraw(session, step, group))
         return pb.WithdrawUpdatesResponse()
+
+    @needs(Right.SESSION)
+    async def ParkGradients(self, request: pb.ParkGradientsRequest, session: ClientSession) -> pb.ParkGradientsResponse:
+        self._grants.park(session, convert.batch(request.lease_ids, "lease_ids"))
+        return pb.ParkGradientsResponse()
 
     @needs(Right.SESSION)
     async def CommitStep(self, request: pb.CommitStepRequest, session: ClientSession) -> pb.CommitStepResponse:
@@ -325,6 +333,7 @@ def _lease_to_wire(lease: Lease | DeviceLease, asked_at: float) -> pb.Lease:
         generation=lease.arena_range.generation,
         update_wait_seconds=0.0 if lease.pin is None else max(0.0, lease.pin.slab.updated_at - asked_at),
         keep=None if lease.keep is None else _range_to_wire(lease.keep),
+        park=lease.asks_to_park,
     )
 
 

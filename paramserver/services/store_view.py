@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
+from paramserver.sessions.leases import Lease
 from paramserver.sessions.replicas import Replica
 from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
@@ -58,10 +59,14 @@ class StoreView:
     async def accounts(self) -> Sequence[admin_pb.TierAccount]:
         """Return who holds the used bytes of each tier. This visits all shards."""
         accounts = await self._engine.accounts(
-            leased=lambda: [lease.arena_range for session in self._sessions for lease in session.leases.values()],
+            leased=lambda: [range_ for lease in self._leases() for range_ in lease.held_ranges],
+            spilled=lambda: [region for lease in self._leases() for region in lease.held_regions],
             quarantined=lambda: self._sessions.quarantine.ranges,
         )
         return [_describe_account(account) for account in accounts]
+
+    def _leases(self) -> Iterator[Lease]:
+        return (lease for session in self._sessions for lease in session.leases.values())
 
     def sessions(self) -> Sequence[admin_pb.SessionInfo]:
         """Return the description of each session and of what it holds, oldest first."""
@@ -95,6 +100,7 @@ class StoreView:
         if tier is engine.host:
             info.leased_bytes = engine.host_cache.leased_bytes + engine.scratch.nbytes
             info.evictable_bytes = engine.host_cache.evictable_bytes
+            info.gradient_bytes = engine.gradients.parked_bytes
             info.quarantined_bytes = self._sessions.quarantine.nbytes
             info.queue_depth += engine.queue.depth
         elif tier is engine.gpu:
@@ -102,6 +108,7 @@ class StoreView:
             info.evictable_bytes = info.used_bytes - info.leased_bytes
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
+            info.gradient_bytes = engine.gradients.spilled_bytes
             info.damaged_blocks = engine.nvme.damaged_blocks
             info.bad_bytes = engine.nvme.bad_bytes
             info.scrubbed_bytes = engine.scrubber.bytes_read

@@ -8,7 +8,7 @@ grant a lease to a session that has ended, because nothing would end that lease.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
@@ -21,6 +21,7 @@ from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.gradients import Gradient
 from storage.reader import StepReader
 from storage.shard import DType, Kind
 from storage.slab import NEVER, Slab
@@ -132,11 +133,38 @@ class Grants:
         return self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
 
     async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
-        if group in session.exclusive:
-            raise ConflictError(f"the gradient of group {group!r} is leased by this session already")
-        range_ = await self._engine.allocate_gradient(job, group)
+        if (held := session.exclusive.get(group)) is not None:
+            return await self._recall(session, held)
+        gradient = await self._engine.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
-        return self._grant(session, group, LeaseMode.GRADIENT, nbytes, range_, None)
+        if group in session.exclusive:
+            self._engine.gradients.free(gradient)
+            raise ConflictError(f"the gradient of group {group!r} was leased by another call of this session meanwhile")
+        lease = self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
+        lease.asks_to_park = self._host_quota.must_park(session.owner, job)
+        return lease
+
+    async def _recall(self, session: Session, lease: Lease) -> Lease:
+        """Bring a parked gradient back to the arena, and return its lease.
+
+        Raises:
+            ConflictError: the gradient is not parked.
+            NotFoundError: the lease ended meanwhile.
+        """
+        if lease.gradient is None or not (lease.gradient.is_parked or lease.recall_failed):
+            raise ConflictError(f"the gradient of group {lease.group!r} is leased by this session already")
+        lease.recalls += 1
+        try:
+            await self._engine.recall_gradient(lease.gradient)
+            session.lease(lease.lease_id)
+        except BaseException:
+            # The client does not know where the bytes are, so the gradient stays parked.
+            lease.recall_failed = True
+            self._engine.gradients.park(lease.gradient)
+            raise
+        lease.recall_failed = False
+        self._note_process(session, lease)
+        return lease
 
     def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
         return self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.arena_range, pin)
@@ -147,22 +175,51 @@ class Grants:
         group: str,
         mode: LeaseMode,
         nbytes: int,
-        range_: ArenaRange,
+        range_: ArenaRange | None,
         pin: Pin | None,
         *,
+        gradient: Gradient | None = None,
         slab: Slab | None = None,
         step: int = 0,
         shared: SharedRange | None = None,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, range_, pin, slab, step, shared)
+        lease = Lease(
+            next(self._lease_ids), group, mode, nbytes, range_, pin, gradient, slab=slab, step=step, shared=shared
+        )
         if session.state is SessionState.ENDED:
             self.release_range(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
         session.add_lease(lease)
-        if mode.is_for_writing and session.registers_arena and session.process is None and session.slot is not None:
+        self._note_process(session, lease)
+        return lease
+
+    def _note_process(self, session: Session, lease: Lease) -> None:
+        """Find out which process may write to the lease's range, if it is not known yet."""
+        if (
+            lease.mode.is_for_writing
+            and session.registers_arena
+            and session.process is None
+            and session.slot is not None
+        ):
             # A client locks its slot before it maps the arena, so the process that may write is known from here on.
             session.process = self._processes.holder(session.slot)
-        return lease
+
+    def park(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """Park the gradients of some leases: the client does not touch them until it acquires them again.
+
+        Raises:
+            NotFoundError: the session does not hold one of the leases. No gradient is parked then.
+            ConflictError: a lease is not for a gradient. No gradient is parked then.
+        """
+        leases = [session.lease(lease_id) for lease_id in lease_ids]
+        gradients = [lease.gradient for lease in leases if lease.gradient is not None]
+        if len(gradients) < len(leases):
+            other = next(lease for lease in leases if lease.gradient is None)
+            raise ConflictError(
+                f"lease {other.lease_id} ({other.mode.value}) is not for a gradient; only those are parked"
+            )
+        for gradient in gradients:
+            self._engine.gradients.park(gradient)
 
     # These methods concern the updates that use leased gradients, and the end of leases.
 
@@ -200,8 +257,9 @@ class Grants:
         if len({lease.group for lease, _, _ in checked}) != len(checked):
             raise InvalidRequestError("a group is updated twice in one request")
         for lease, kernel, position in checked:
+            assert lease.gradient is not None, "a lease of this mode has one"
             lease.update = self._engine.update(
-                job, step, lease.group, lease.arena_range, kernel, position=position, keeps_gradient=True
+                job, step, lease.group, lease.gradient, kernel, position=position, keeps_gradient=True
             )
             if not request.provisional:
                 self._hand_over(session, lease)
@@ -213,10 +271,13 @@ class Grants:
 
     def _hand_over(self, session: Session, lease: Lease) -> None:
         """End the lease of a gradient whose update has begun. The range is freed when the update is done."""
-        assert lease.update is not None
+        assert lease.update is not None and lease.gradient is not None
         lease.void = True
         session.remove_lease(lease)
-        self._engine.free_gradient(lease.arena_range, lease.update)
+        self._engine.free_gradient(lease.gradient, lease.update)
+        if lease.asks_to_park and not lease.update.done():
+            # The client touches it no more, and its update may wait for long.
+            self._engine.gradients.park(lease.gradient)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:
         """Undo a group's update in the pending step. The session keeps its lease on the gradient.
@@ -231,6 +292,8 @@ class Grants:
             raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
         await self._engine.withdraw(job, step, group)
         held.update = None
+        if held.gradient is not None:
+            held.gradient.update = None
 
     async def release(
         self, session: Session, lease: Lease, *, publish: bool, next_use: float, is_kept: bool = False
@@ -273,8 +336,11 @@ class Grants:
         The range of a gradient is freed when the update that uses it is done.
         """
         lease.void = True
-        if lease.update is not None:
-            self._engine.free_gradient(lease.arena_range, lease.update)
+        if lease.gradient is not None:
+            if lease.update is None:
+                self._engine.gradients.free(lease.gradient)
+            else:
+                self._engine.free_gradient(lease.gradient, lease.update)
         elif lease.shared is not None:
             self._shared_ranges.release(lease.shared)
         elif lease.pin is None:
@@ -282,12 +348,15 @@ class Grants:
         else:
             self._engine.unpin(lease.pin, next_use)
 
-    def take_range(self, lease: Lease) -> ArenaRange:
+    def take_range(self, lease: Lease) -> ArenaRange | None:
         """End a lease whose range the client's process may still write to.
 
-        Return the range, which the caller must keep from any other use until that process is gone.
+        Return the range, which the caller must keep from any other use until that process is gone. None is returned if
+        the gradient of the lease is not in the arena.
         """
         lease.void = True
+        if lease.gradient is not None:
+            return self._engine.gradients.take_range(lease.gradient)
         if lease.pin is None:
             return self._engine.scratch.hand_over(lease.arena_range)
         return self._engine.take_staged(lease.pin)

@@ -66,6 +66,10 @@ class HostQuota:
         self._leases_of = leases_of
         self._being_granted: Counter[str] = Counter()
 
+    def must_park(self, principal: Principal, job: Job) -> bool:
+        """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
+        return self._engine.must_park(job, limits_of(self._quotas, principal, job.spec.name))
+
     @asynccontextmanager
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:
         """Wait until the quotas of the job and the token have room for a lease of that many bytes.
@@ -110,6 +114,7 @@ class HostQuota:
                         f"placed on the host, {taken} are leased or being applied; return leases sooner, place less on "
                         "the host, or raise it in the daemon's `quotas`"
                     )
+                self._engine.gradients.relieve_jobs({each.spec.name for each in jobs})
                 break
             else:
                 return

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from paramserver.sessions.shared_ranges import SharedRange
 from storage.engine import Pin
+from storage.errors import ConflictError
+from storage.gradients import Gradient
 from storage.reader import StepReader
 from storage.shard import DType
 from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
+from storage.tiers.contract import Region
 from storage.tiers.gpu import DeviceRange
 
 
@@ -47,7 +50,12 @@ class Lease:
     """A session's right to a range of the arena.
 
     Attributes:
+        fixed_range: the range; None for a gradient, whose range changes.
         group: the group of the slab or gradient. RANGE leases: what is read, for error texts.
+        gradient: GRADIENT leases: the gradient, which may be parked or spilled.
+        recalls: GRADIENT leases: how often the client has recalled the gradient.
+        recall_failed: GRADIENT leases: whether the last recall has failed, so that the client may repeat it.
+        asks_to_park: GRADIENT leases: whether the client is asked to park the gradient.
         pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the range holds bytes that do not belong
             to a slab, or not yet.
         slab: PUT leases: the slab whose bytes of `step` the range will become.
@@ -64,8 +72,12 @@ class Lease:
     group: str
     mode: LeaseMode
     nbytes: int
-    arena_range: ArenaRange
+    fixed_range: ArenaRange | None
     pin: Pin | None
+    gradient: Gradient | None = None
+    asks_to_park: bool = False
+    recalls: int = 0
+    recall_failed: bool = False
     slab: Slab | None = None
     step: int = 0
     shared: SharedRange | None = None
@@ -74,6 +86,40 @@ class Lease:
     keep: DeviceRange | None = None
     update: asyncio.Task[None] | None = None
     void: bool = False
+
+    @property
+    def arena_range(self) -> ArenaRange:
+        """The range of the arena that the client may use.
+
+        Raises:
+            ConflictError: the gradient is parked.
+        """
+        if self.gradient is None:
+            assert self.fixed_range is not None, "only gradients leave the arena"
+            return self.fixed_range
+        if self.gradient.is_parked or self.gradient.arena_range is None:
+            raise ConflictError(
+                f"the gradient of group {self.group!r} is parked; acquire it again before its bytes are used"
+            )
+        return self.gradient.arena_range
+
+    @property
+    def held_ranges(self) -> list[ArenaRange]:
+        """The ranges of the arena that the lease holds, also while its gradient is parked."""
+        range_ = self.fixed_range if self.gradient is None else self.gradient.arena_range
+        return [] if range_ is None else [range_]
+
+    @property
+    def held_regions(self) -> list[Region]:
+        """The regions of spilled gradients that the lease holds."""
+        region = None if self.gradient is None else self.gradient.region
+        return [] if region is None else [region]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the client may write to the range now, or its device may."""
+        parked = self.gradient is not None and self.gradient.is_parked
+        return self.mode.is_for_writing and self.update is None and not parked
 
     @property
     def exclusive_subject(self) -> Slab | str | None:

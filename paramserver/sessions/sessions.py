@@ -381,14 +381,16 @@ class Sessions:
             # for leases, and write to their ranges.
             return []
         # A gradient that was handed over is not among them: the client writes to it no more, and the update frees it.
-        written = [lease for lease in leases if lease.mode.is_for_writing and lease.update is None]
+        # A parked gradient is not either, because the client has promised not to touch it.
+        written = [lease for lease in leases if lease.is_written]
         held_back: list[ArenaRange] = []
         if session.slot is not None:
             self._slots.end(session.slot)
             device_may_write = session.registers_arena and not self._slots.has_left(session.slot)
             if device_may_write or self._slots.is_held(session.slot):
-                held_back = [self.grants.take_range(lease) for lease in written]
-                leases = [lease for lease in leases if not lease.mode.is_for_writing or lease.update is not None]
+                leases = [lease for lease in leases if not lease.is_written]
+                taken = map(self.grants.take_range, written)
+                held_back = [range_ for range_ in taken if range_ is not None]
             self.quarantine.hold(Held(session.slot, held_back, session.registers_arena, session.process))
             session.process = None
         if held_back:

@@ -528,7 +528,7 @@ class AcquireLeasesResponse(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds", "device", "keep")
+    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds", "device", "keep", "park")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARENA_OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +537,7 @@ class Lease(_message.Message):
     UPDATE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    PARK_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     version: int
     arena_offset: int
@@ -545,7 +546,8 @@ class Lease(_message.Message):
     update_wait_seconds: float
     device: DeviceRange
     keep: DeviceRange
-    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ..., device: _Optional[_Union[DeviceRange, _Mapping]] = ..., keep: _Optional[_Union[DeviceRange, _Mapping]] = ...) -> None: ...
+    park: bool
+    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ..., device: _Optional[_Union[DeviceRange, _Mapping]] = ..., keep: _Optional[_Union[DeviceRange, _Mapping]] = ..., park: _Optional[bool] = ...) -> None: ...
 
 class OfferDeviceMemoryRequest(_message.Message):
     __slots__ = ("session_id", "size_bytes", "device")
@@ -818,6 +820,18 @@ class WithdrawUpdatesRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WithdrawUpdatesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ParkGradientsRequest(_message.Message):
+    __slots__ = ("session_id", "lease_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ParkGradientsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -119,6 +119,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
                 _registered_method=True)
+        self.ParkGradients = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ParkGradients',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/CommitStep',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.SerializeToString,
@@ -250,7 +255,8 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLeases(self, request, context):
-        """Grants leases on ranges of the arena, all or none. Waits until the bytes to read are in the arena.
+        """Grants leases on ranges of the arena, all or none. Waits until the bytes to read are in the arena. For a gradient
+        that the session has parked, it returns the session's lease again, at the place where the bytes are then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,10 +270,10 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request_iterator, context):
-        """Sends the bytes of a read lease, or of a range of a committed tensor, to a client that cannot map the arena. The
-        client sends the source and the first credit, then further credits as it consumes. The store answers with the
-        header, then chunks in order, never more bytes than it has credit for. Chunks are small until the first further
-        credit shows that the client reads.
+        """Sends the bytes of a read lease or of a gradient, or of a range of a committed tensor, to a client that cannot map
+        the arena. The client sends the source and the first credit, then further credits as it consumes. The store answers
+        with the header, then chunks in order, never more bytes than it has credit for. Chunks are small until the first
+        further credit shows that the client reads.
 
         The store ends a stream with DEADLINE_EXCEEDED if the client has granted credit and takes no bytes for the stall
         time-out, or for a tenth of a second while other streams wait for room. A broken transfer is resumed by a new one
@@ -309,6 +315,17 @@ class ParameterStoreServicer:
     def WithdrawUpdates(self, request, context):
         """Undoes provisional updates: the groups are again as the last committed step left them, and their gradients may be
         handed over again, with the same leases. Has no effect on a group whose gradient was not handed over in this step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParkGradients(self, request, context):
+        """Parks gradients (write leases of kind GRAD): the client promises not to touch their bytes until it recalls them. It
+        keeps the leases, and may hand the gradients over, as they are. The store keeps a parked gradient in host memory
+        while there is room, and else writes it to NVMe and reads it back tile by tile for its update. A client recalls a
+        gradient with AcquireLeases, which returns the same lease with the place where the bytes are now. Parking a gradient
+        twice has no effect. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -465,6 +482,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.WithdrawUpdates,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.SerializeToString,
+            ),
+            'ParkGradients': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParkGradients,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -966,6 +988,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/WithdrawUpdates',
             paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParkGradients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ParkGradients',
+            paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ParkGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,

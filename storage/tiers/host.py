@@ -89,6 +89,7 @@ class HostTier:
         self._admission_timeout_seconds = admission_timeout_seconds
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
+        self._on_shortage: list[Callable[[], None]] = []
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -105,6 +106,11 @@ class HostTier:
     def queue_depth(self) -> int:
         """The number of allocations that wait for room."""
         return len(self._waiters)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes for which allocations wait."""
+        return sum(round_up(waiter.nbytes) for waiter in self._waiters)
 
     @property
     def waiting_seconds(self) -> float:
@@ -132,6 +138,10 @@ class HostTier:
         """Call `callback` whenever a range is freed or can be evicted, after the requests that wait were served."""
         self._on_room.append(callback)
 
+    def when_room_is_short(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever an allocation begins to wait, so that other bytes can leave the arena."""
+        self._on_shortage.append(callback)
+
     def deadline(self) -> float:
         """Return the time, on the loop's clock, until which a request that begins now may wait for room."""
         return asyncio.get_running_loop().time() + self._admission_timeout_seconds
@@ -157,6 +167,8 @@ class HostTier:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
+        for callback in self._on_shortage:
+            callback()
         deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
         try:
             with self.waiting:

@@ -91,6 +91,7 @@ class Requests:
             pb.TensorRange: self._range,
             pb.ApplyGradientsRequest: self._apply,
             pb.WithdrawUpdatesRequest: self._withdraw,
+            pb.ParkGradientsRequest: self._park,
         }
         self._builders = {kind.DESCRIPTOR.full_name: build for kind, build in builders.items()}
 
@@ -188,6 +189,12 @@ class Requests:
         known = self.known
         groups = self._rng.sample(known.layout.groups, k=self._rng.randrange(len(known.layout.groups) + 1))
         return pb.WithdrawUpdatesRequest(session_id=known.session_id, step=known.next_step, groups=groups)
+
+    def _park(self) -> pb.ParkGradientsRequest:
+        known = self.known
+        gradients = [lease for lease, want in known.leases.items() if want.slab.kind == pb.KIND_GRAD]
+        parked = [lease for lease in gradients if self._rng.random() < 0.7]
+        return pb.ParkGradientsRequest(session_id=known.session_id, lease_ids=parked)
 
     # --- valid streams, by the message that they consist of
 

@@ -237,11 +237,9 @@ class Trainer:
     async def hand_over(self, salt: int) -> None:
         """Give the engine the gradients of the next step, which start its updates."""
         for group in updates(self.shape, salt):
-            range_ = await self.engine.allocate_gradient(self.job, group)
-            dtype = DType.BFLOAT16 if self.shape.half else DType.FLOAT32
-            values = torch.from_numpy(gradient(self.shape, group, salt))
-            self.engine.host.tensor(range_, dtype, len(values)).copy_(values)
-            self.engine.update(self.job, self.job.next_step, group, range_, apply_rule)
+            values = await self.engine.allocate_gradient(self.job, group)
+            self.engine.gradients.tensor(values).copy_(torch.from_numpy(gradient(self.shape, group, salt)))
+            self.engine.update(self.job, self.job.next_step, group, values, apply_rule)
 
     async def commit(self, step: int, settled: int) -> None:
         """Commit a step after all its gradients were handed over. `settled` is the newest step of all ranks."""

@@ -62,6 +62,27 @@ def update_twice(rank: Rank) -> None:
         rank.release(lease)
 
 
+def use_parked(rank: Rank) -> None:
+    """Park a gradient, recall it, acquire it without parking it first, and release it."""
+    lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    rank.call("ParkGradients", lease_ids=[lease.lease_id, lease.lease_id])
+    recalled = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    assert recalled.lease_id == lease.lease_id
+    try:
+        rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    finally:
+        rank.release(recalled)
+
+
+def park_other(rank: Rank) -> None:
+    """Park a lease that is not for a gradient, and release it."""
+    lease = rank.acquire("block.0", Kind.PARAM, pb.LEASE_MODE_READ)
+    try:
+        rank.call("ParkGradients", lease_ids=[lease.lease_id])
+    finally:
+        rank.release(lease)
+
+
 def withdraw(rank: Rank, step: int) -> None:
     """Hand a gradient over in step 1, try to withdraw it from step `step`, and withdraw it."""
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
@@ -207,6 +228,12 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
     "a gradient that was handed over": (
         *(CODE.FAILED_PRECONDITION, "was handed over already; withdraw that update first"),
         update_twice,
+    ),
+    "a gradient that is not parked": (*(CODE.FAILED_PRECONDITION, "is leased by this session already"), use_parked),
+    "parking of other bytes": (*(CODE.FAILED_PRECONDITION, "is not for a gradient; only those are parked"), park_other),
+    "parking of no lease": (
+        *(CODE.NOT_FOUND, "lease 99 is not held by this session"),
+        lambda r: r.call("ParkGradients", lease_ids=[99]),
     ),
     "withdrawal of nothing": (
         *(CODE.FAILED_PRECONDITION, "has no update of this session that can be withdrawn"),

@@ -165,15 +165,22 @@ def _rank_table(found: Mapping[str, Any]) -> Table:
 def _node_table(found: Mapping[str, Any]) -> Table:
     store = found["store"]
     table = Table("one node", "GiB", "because", title="The store of a node, exact but for other jobs")
+    spills = bool(store["spilled_gradient_bytes"])
+    gradients = "of all ranks, the largest that are in use at once" if spills else "of all ranks, until their updates"
     rows = (
         ("host: placed there", "home_bytes", "copies that are never evicted"),
-        ("host: gradients", "gradient_bytes", "of all ranks, until their updates"),
+        ("host: gradients", "gradient_bytes", gradients),
         ("host: units in use", "units_bytes", f"the {store['units']} largest that are leased at once"),
         ("host: buffers", "buffer_bytes", "of the optimizer"),
         ("host budget, at least", "least_host_budget", "with it the daemon admits the job"),
         ("host budget", "host_budget", "taken in full; what is left holds parameters that pass through"),
         ("nvme: one version", "version_bytes", "of all states"),
-        ("nvme: reserved", "nvme_bytes", "the committed and the pending version of what is written each step"),
+        ("nvme: gradients", "spilled_gradient_bytes", "of all ranks, if they do not fit into the host budget"),
+        (
+            "nvme: reserved",
+            "nvme_bytes",
+            "the committed and the pending version of what is written each step, gradients",
+        ),
         ("nvme budget", "nvme_budget", ""),
     )
     for what, key, why in rows:

@@ -186,14 +186,17 @@ def find_traffic(
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
     states_hit = _part(max(0, free - need.passing_bytes), read * ranks)
+    # The gradients that do not fit are written after each micro-batch, and read for the next one or for the update. No
+    # more of them stay in host memory than the admission counts, because parameters take the rest.
+    spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes) * micro_batches
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
         to_rank=to_rank,
         from_rank=from_rank + int(put * commits_per_step),
         collectives=collectives,
         collective_calls=calls,
-        nvme_read=int(read * ranks * (1.0 - states_hit)) + passing,
-        nvme_written=need.written_bytes if stored else int(put * ranks * commits_per_step),
+        nvme_read=int(read * ranks * (1.0 - states_hit)) + passing + spilled,
+        nvme_written=spilled + need.written_bytes if stored else int(put * ranks * commits_per_step),
         updated=updated * ranks,
         updated_on_device=on_device,
         put=int(put * commits_per_step),

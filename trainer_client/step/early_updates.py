@@ -7,10 +7,11 @@ rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from trainer_client.transport.channel import Pending
+from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
 
@@ -75,6 +76,15 @@ class EarlyUpdates:
             return early
         self.remove(group)
         return None
+
+    def has(self, group: str) -> bool:
+        """Return whether an early update of the group was begun, and not withdrawn."""
+        return group in self._of_group
+
+    def note_parked(self, group: str, parked: LeasedBytes) -> None:
+        """Take note that the gradient of the group, which may have an early update, is in `parked` from now on."""
+        if (early := self._of_group.get(group)) is not None:
+            self._of_group[group] = replace(early, update=replace(early.update, gradient=parked))
 
     def remove(self, group: str) -> None:
         """Take note that the group's update is part of a step, or that its gradient is freed. Idempotent."""

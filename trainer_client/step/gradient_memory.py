@@ -39,8 +39,15 @@ class GradientMemory(Protocol):
         Waits for the copy that `send` has begun. Call `recall` before writing.
         """
 
-    def start(self, step: int) -> None:
-        """Ask for the memory. It does not wait; idempotent within the step."""
+    def start(self, step: int, *, sends: bool = True) -> None:
+        """Ask for the memory. It does not wait; idempotent within the step.
+
+        Args:
+            sends: whether `send` is expected before the next `start`.
+        """
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring a parked gradient back, because `partition` is needed soon. It does not wait."""
 
     def recall(self) -> None:
         """Have `partition` where gradients are added up, because it is about to change after `send`. Idempotent."""
@@ -65,8 +72,25 @@ class GradientMemory(Protocol):
     def leased(self) -> LeasedBytes | None:
         """The leased memory that the gradient is in; None if it is on the device. Call `start` and `send` before."""
 
+    @property
+    def can_park(self) -> bool:
+        """Whether memory of the store was asked for, and the store asks for gradients to be parked."""
+
+    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+        """Park the gradient until `partition` is used again; memory without a gradient is given back.
+
+        Args:
+            is_sent: whether an early update of the gradient was begun.
+
+        Returns:
+            The parked lease; None if there was nothing to park.
+        """
+
     def lease(self, step: int) -> LeasedBytes:
-        """Return the gradient in leased memory, for the store, and drop all other state of the step."""
+        """Return the gradient in leased memory, for the store, and drop all other state of the step.
+
+        The gradient may be parked.
+        """
 
     def free(self) -> None:
         """Free the memory, because the gradient is not needed any more. Return when the next step may ask."""
@@ -82,22 +106,37 @@ class LeasedMemory:
         self._group = group
         self._store = store
         self._lanes = lanes
+        # The request for the lease; if `_leased` is a parked lease, the request to bring it back.
         self._pending: Pending[list[LeasedBytes]] | None = None
         self._leased: LeasedBytes | None = None
+        self._is_requested = False
         self._step = 0
 
     @property
     def is_requested(self) -> bool:
-        return self._leased is not None or self._pending is not None
+        return self._is_requested
 
     @property
     def partition(self) -> torch.Tensor:
         return self.wait().data.view(self._group.gradient_dtype)
 
-    def start(self, step: int) -> None:
-        if not self.is_requested:
+    def start(self, step: int, *, sends: bool = True) -> None:
+        if not self._is_requested:
             self._step = step
+            self._is_requested = True
             self._pending = self._ask()
+
+    def fetch_ahead(self) -> None:
+        if self._pending is None and self._is_parked:
+            self._pending = self._recall()
+
+    @property
+    def _is_parked(self) -> bool:
+        return self._leased is not None and self._leased.parked is not None
+
+    def _recall(self) -> Pending[list[LeasedBytes]]:
+        assert self._leased is not None
+        return self._store.recall(self._group.slab(GRAD), self._leased, self._step)
 
     def _ask(self) -> Pending[list[LeasedBytes]]:
         """Ask the store for a lease to write the gradient of the step."""
@@ -121,11 +160,33 @@ class LeasedMemory:
     def leased(self) -> LeasedBytes | None:
         return self.wait()
 
+    @property
+    def can_park(self) -> bool:
+        return self._is_requested and self._store.asks_to_park
+
+    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+        if self._pending is not None and self._leased is None:
+            # The memory was not used yet, so there is nothing to park. It is asked for again when it is used.
+            self._pending.release_when_granted()
+            self._pending = None
+        if self._pending is not None:
+            (self._leased,) = self._pending.wait()
+            self._pending = None
+        if self._leased is None or self._is_parked or not self._leased.asks_to_park:
+            return None
+        parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
+        self._leased = parked or self._leased
+        return parked
+
     def lease(self, step: int) -> LeasedBytes:
-        leased, self._leased = self.wait(), None
+        if self._pending is not None or not self._is_parked:
+            self.wait()
+        leased, self._leased = self._current(), None
+        self._is_requested = False
         return leased
 
     def free(self) -> None:
+        self._is_requested = False
         if self._pending is not None:
             (self._leased,) = self._pending.wait()
         leased, self._leased, self._pending = self._leased, None, None
@@ -139,6 +200,7 @@ class LeasedMemory:
         """Drop the memory, and return the call that releases it. The call does not wait and raises nothing."""
         pending, self._pending = self._pending, None
         leased, self._leased = self._leased, None
+        self._is_requested = False
 
         def release() -> None:
             if pending is not None:
@@ -149,23 +211,36 @@ class LeasedMemory:
         return release
 
     def wait(self) -> LeasedBytes:
-        """Wait for the lease, and return it.
+        """Wait for the lease, and return it with the bytes of the gradient.
 
         After a restart of the daemon, return a lease of the new daemon with the same bytes.
         """
+        assert self._is_requested, "start comes first"
+        if self._pending is None and self._leased is None:
+            self._pending = self._ask()
+        self.fetch_ahead()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if not pending.is_answered:
                 # The store may have no room while this rank holds the leases of copied units.
                 self._lanes.finish_copies_in()
             (self._leased,) = pending.wait()
-        assert self._leased is not None, "start comes first"
+        return self._current()
+
+    def _current(self) -> LeasedBytes:
+        """Return the lease, or one of the current daemon with the same bytes if its own was restarted."""
+        assert self._leased is not None, "it was waited for"
         while not self._store.is_current(self._leased):
             # The daemon was restarted. Only this rank has written to its part of the old memory, so the gradient in it
             # is still right.
             former = self._leased
-            (self._leased,) = self._ask().wait()
-            self._leased.data.copy_(former.data)
+            (leased,) = self._ask().wait()
+            try:
+                self._store.refill(self._group.name, leased, former)
+            except BaseException:
+                self._store.release_quietly([leased])
+                raise
+            self._leased = leased
         return self._leased
 
 
@@ -182,10 +257,13 @@ class StagedMemory:
         # The gradient is on the device, or else the copy into the store's memory was begun, or there is none yet.
         self._on_device: torch.Tensor | None = None
         self._copy: Copy | None = None
+        self._store = store
+        self._is_requested = False
+        self._step = 0
 
     @property
     def is_requested(self) -> bool:
-        return self._home.is_requested
+        return self._is_requested
 
     @property
     def partition(self) -> torch.Tensor:
@@ -200,8 +278,16 @@ class StagedMemory:
         group = self._group
         return torch.empty(group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device)
 
-    def start(self, step: int) -> None:
-        self._home.start(step)
+    def start(self, step: int, *, sends: bool = True) -> None:
+        self._is_requested = True
+        self._step = step
+        # A sum that stays on the device needs no memory of the store yet.
+        if sends or not self._store.asks_to_park:
+            self._home.start(step)
+
+    def fetch_ahead(self) -> None:
+        if self._copy is not None:
+            self._home.fetch_ahead()
 
     def recall(self) -> None:
         if self._copy is not None:
@@ -210,10 +296,11 @@ class StagedMemory:
             self._copy, self._on_device = None, self._allocate()
             self._lanes.copy_in(self._on_device, leased.data, leased.pieces())
             # `finish_copies_in` waits for a copy only if something is to be done after it.
-            self._lanes.after_copies_in(_nothing)
+            self._lanes.after_copies_in(self._home.detach() if leased.asks_to_park else _nothing)
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
         if self._copy is None:
+            self._home.start(self._step)
             also = [*_copies(self._home.wait(), self.partition), *also]
             self._on_device = None
         self._copy = self._lanes.copy_out(also, act)
@@ -231,13 +318,24 @@ class StagedMemory:
     def leased(self) -> LeasedBytes | None:
         return self._home.leased
 
+    @property
+    def can_park(self) -> bool:
+        return self._home.can_park
+
+    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+        if self._copy is not None:
+            self._copy.wait()
+        return self._home.park(is_sent=is_sent)
+
     def lease(self, step: int) -> LeasedBytes:
+        self._is_requested = False
         copy = self.send([], _nothing) if self._copy is None else self._copy
         copy.wait()
         self._copy = None
         return self._home.lease(step)
 
     def free(self) -> None:
+        self._is_requested = False
         copy, self._copy, self._on_device = self._copy, None, None
         if copy is not None:
             copy.wait()
@@ -246,6 +344,7 @@ class StagedMemory:
         self._home.free()
 
     def abandon(self) -> None:
+        self._is_requested = False
         self._copy = self._on_device = None
         self._lanes.after_copies(self._home.detach())
 
@@ -268,7 +367,7 @@ class DeviceMemory:
         assert self._partition is not None, "start comes first"
         return self._partition
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, *, sends: bool = True) -> None:
         if self._partition is None:
             group = self._group
             self._partition = torch.empty(
@@ -291,6 +390,16 @@ class DeviceMemory:
 
     @property
     def leased(self) -> LeasedBytes | None:
+        return None
+
+    @property
+    def can_park(self) -> bool:
+        return False
+
+    def fetch_ahead(self) -> None:
+        """Do nothing."""
+
+    def park(self, *, is_sent: bool) -> LeasedBytes | None:
         return None
 
     def lease(self, step: int) -> LeasedBytes:

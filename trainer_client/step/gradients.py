@@ -26,6 +26,7 @@ from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
+from trainer_client.step.gradient_window import GradientWindow
 from trainer_client.step.norms import Norms
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
@@ -85,6 +86,7 @@ class GradientGroup:
         group: FlatGroup,
         memory: GradientMemory,
         early_updates: EarlyUpdates,
+        window: GradientWindow,
         collectives: Collectives,
         lanes: Lanes,
         norms: Norms,
@@ -93,6 +95,7 @@ class GradientGroup:
     ) -> None:
         self.flat_group = group
         self.memory = memory
+        self._window = window
         self.missing = set(range(len(group.parameters)))
         self.present: set[int] = set()
         self.next_use = 0
@@ -147,7 +150,33 @@ class GradientGroup:
     def partition(self) -> torch.Tensor:
         """This rank's part [partition_numel] of the gradient, in the group's gradient dtype, where `memory` is."""
         self._lanes.rejoin()
+        return self._use()
+
+    def _use(self) -> torch.Tensor:
+        """Return the partition in memory that this rank can read and write, after it was brought back if necessary."""
+        self._window.use(self)
         return self.memory.partition
+
+    def start(self, step: int, *, sends: bool = True) -> None:
+        """Ask for the gradient's memory; see GradientMemory.start."""
+        self._window.use(self)
+        self.memory.start(step, sends=sends)
+
+    def park(self) -> None:
+        """Have the store keep the gradient elsewhere, if it asks for that, because nothing uses it for a while.
+
+        The norms of a complete gradient are computed before.
+        """
+        self._window.remove(self)
+        if not self.memory.can_park:
+            return
+        if self.is_handed_over:
+            self.norms()
+            self._window.remove(self)
+        name = self.flat_group.name
+        parked = self.memory.park(is_sent=self._early_updates.has(name))
+        if parked is not None:
+            self._early_updates.note_parked(name, parked)
 
     def expect_all(self) -> None:
         """Expect a gradient of every parameter."""
@@ -181,7 +210,9 @@ class GradientGroup:
         def act_unless_withdrawn() -> None:
             if self._handed_over is mine:
                 act()
+                self.park()
 
+        self._window.use(self)
         if self._collectives.world_size == 1:
             self._sent = self.memory.send(self._measured(), act_unless_withdrawn)
         else:
@@ -204,7 +235,7 @@ class GradientGroup:
         return self._norms_on_host.clone()
 
     def _norms_of_shards(self) -> torch.Tensor:
-        partition = self.memory.partition
+        partition = self._use()
         return torch.stack([self._norm.of(partition[shard.in_partition]) for shard in self.flat_group.shards])
 
     def forget_norms(self) -> None:
@@ -214,7 +245,7 @@ class GradientGroup:
     @torch.no_grad()
     def accumulate(self, slot: int, step: int, factor: float) -> None:
         """Add the `.grad` of the parameter in `slot`, times `factor`, to the gradient of `step`, and set it to None."""
-        self.memory.start(step)
+        self.start(step)
         parameter = self.flat_group.parameters[slot]
         gradient = parameter.tensor.grad
         if gradient is None:
@@ -230,7 +261,7 @@ class GradientGroup:
         place = self.flat_group.slot_table.slots[slot]
         first, last = place.offset, place.offset + place.numel
         if self._collectives.world_size == 1:
-            partition = self.memory.partition
+            partition = self._use()
             _put(partition[first:last].view(parameter.shape), gradient, add=slot in self.present)
         else:
             if self._full is None:
@@ -246,7 +277,7 @@ class GradientGroup:
 
         A missing gradient counts as zeros.
         """
-        self.memory.start(step)
+        self.start(step)
         if self._collectives.world_size == 1:
             return
         self.begin_change()
@@ -254,7 +285,7 @@ class GradientGroup:
         full = self._zeros() if self._full is None else self._full
         self._full = None
         self._unreduced.clear()
-        partition = self.memory.partition
+        partition = self._use()
         direct = not self._reduced and partition.device == device and partition.dtype == dtype
         reduced = partition if direct else torch.empty(partition.numel(), dtype=dtype, device=device)
         what = f"the reduction of {self.flat_group.unit}"
@@ -337,6 +368,7 @@ class GradientGroup:
     def finish(self) -> None:
         """Remove all state of the step, and free the gradient's memory."""
         self.memory.free()
+        self._window.remove(self)
         self._early_updates.remove(self.flat_group.name)
         self._norms = self._sent = self._handed_over = None
         self.present.clear()
@@ -371,12 +403,13 @@ class Gradients:
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
         # An accelerator computes all norms exactly.
+        window = GradientWindow()
         norms = self._norms = Norms(exact=exact_norms or not on_host)
         in_store = LeasedMemory if on_host else StagedMemory
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
-            return GradientGroup(group, memory, early_updates, collectives, lanes, norms, mean=mean)
+            return GradientGroup(group, memory, early_updates, window, collectives, lanes, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
@@ -414,7 +447,10 @@ class Gradients:
         """Ask for the memory that the unit's gradients will need, because its backward begins."""
         for group in self._of_unit[unit.index]:
             if not group.is_frozen:
-                group.memory.start(step)
+                group.start(step, sends=self._is_last or self._do_sums_stay is False)
+                if not unit.is_root:
+                    # The gradient of the root is added to at the end of the pass.
+                    group.memory.fetch_ahead()
 
     def unit_is_complete(self, unit: Unit) -> bool:
         """Return whether every parameter of the unit that is trained now has its gradient."""
@@ -444,7 +480,9 @@ class Gradients:
         """
         if self._is_last:
             gradient.hand_over(act)
-        elif not self._sums_stay():
+        elif self._sums_stay():
+            gradient.park()
+        else:
             gradient.hand_over(_nothing)
 
     def _sums_stay(self) -> bool:
@@ -569,6 +607,7 @@ class Gradients:
             if not group.memory.is_requested:
                 continue
             indices, values = group.norms()
+            group.park()
             # Several tiles of a parameter are in groups of their own, and so each group has a part of its norm.
             norms[indices] = torch.hypot(norms[indices], values) if group.is_tile else values
             for slot in group.present:

@@ -492,6 +492,13 @@ class Attachments:
                 "more, were larger than paramserver.kept_gradients: raise that to go on here"
             )
 
+    def gradient_lost(self, group: str) -> DaemonRestartedError:
+        """Return the error for a gradient that only the lost daemon had."""
+        return self._cannot(
+            f"the gradient of {group} was parked in the daemon that is gone, and the gradients of this rank are larger "
+            "than paramserver.kept_gradients: raise that to go on here"
+        )
+
     def _cannot(self, why: str) -> DaemonRestartedError:
         return DaemonRestartedError(
             grpc.StatusCode.UNAVAILABLE,

@@ -264,20 +264,10 @@ class Journal:
         if not self.is_open:
             return None
         self.step = step
-        nbytes = sum(update.gradient.data.numel() for update in updates)
-        if not self._exceeds:
-            wanted = sum(update.gradient.data.numel() for update in updates if update.group not in self._copies)
-            self._exceeds = self.kept_bytes + wanted > self._most_bytes
-            if self._exceeds:
-                log.info(
-                    "this rank has more bytes of gradients than paramserver.kept_gradients = %d: if the daemon is lost "
-                    "while a commit is under way, the run has to be restarted",
-                    self._most_bytes,
-                )
-        if self._exceeds:
-            # All copies are dropped, because the next daemon could not use a part of a step.
+        nbytes = sum(update.gradient.nbytes for update in updates)
+        if not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
+            # All entries are dropped, because the next daemon could not use a part of a step.
             self.unkept_bytes += nbytes
-            self._copies.clear()
             self._entries.clear()
             self._replayed = 0
             return None
@@ -285,6 +275,30 @@ class Journal:
         entry = Applied(step=step, hyper_parameters=list(hyper_parameters), updates=list(updates), kept=kept)
         self._entries.append(entry)
         return entry
+
+    def keep(self, group: str, data: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of a gradient that is about to be parked, because this rank has its bytes no more then.
+
+        Return None if the journal is not open, or if the gradients of a step are larger than its limit.
+        """
+        if not self.is_open or not self._has_room(0 if group in self._copies else data.numel()):
+            return None
+        if self._entries:
+            # The commit under way needs the copy that the last step has made. It is freed with the entry.
+            self._copies.pop(group, None)
+        return self._filled_copy(group, data)
+
+    def _has_room(self, wanted: int) -> bool:
+        """Return whether `wanted` more bytes of copies are within the limit. If not, drop all copies for good."""
+        if not self._exceeds and self.kept_bytes + wanted > self._most_bytes:
+            self._exceeds = True
+            self._copies.clear()
+            log.info(
+                "this rank has more bytes of gradients than paramserver.kept_gradients = %d: if the daemon is lost "
+                "while a commit is under way, the run has to be restarted",
+                self._most_bytes,
+            )
+        return not self._exceeds
 
     def remove(self, entry: HandOver | None) -> None:
         """Remove an entry that the store has refused; do nothing if it is not in the journal."""
@@ -333,9 +347,15 @@ class Journal:
 
     def _copy(self, update: GroupUpdate) -> torch.Tensor:
         data = update.gradient.data
-        if update.group not in self._copies:
-            self._copies[update.group] = torch.empty_like(data)
-        return self._copies[update.group].copy_(data)
+        if update.gradient.parked is not None:
+            # It was copied when it was parked.
+            return data
+        return self._filled_copy(update.group, data)
+
+    def _filled_copy(self, group: str, data: torch.Tensor) -> torch.Tensor:
+        if group not in self._copies:
+            self._copies[group] = torch.empty_like(data)
+        return self._copies[group].copy_(data)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from paramserver.contract.malloc_settings import keep_chunk_buffers
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.device import CPU
 from trainer_client.transport.arena import Arena
-from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS, Pending
 from trainer_client.transport.device_memory import DeviceBytes
 from trainer_client.transport.mapping import FileRange
 from trainer_client.transport.pinning import Pins, slices_of
@@ -29,6 +29,19 @@ class Place:
 
     pins: Pins
     offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """What is known of a gradient that was parked.
+
+    Attributes:
+        nbytes: its size.
+        sent: the result of the call that parks it, which is there when the store has its bytes.
+    """
+
+    nbytes: int
+    sent: Pending[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,8 @@ class LeasedBytes:
         on_device: the range of this rank's device memory that `data` is; None: the bytes are in host memory.
         keep: a range of this rank's device memory to which the bytes are copied, too, before the lease is released with
             `RankStore.release`; None: they are not kept there.
+        asks_to_park: whether the store asks this rank to park the gradient when it is not used for a while.
+        parked: set if the gradient is parked. `data` is then the copy that the journal keeps, or empty without one.
     """
 
     lease_id: int
@@ -57,6 +72,18 @@ class LeasedBytes:
     place: Place | None = None
     on_device: DeviceBytes | None = None
     keep: DeviceBytes | None = None
+    asks_to_park: bool = False
+    parked: Parked | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the lease."""
+        return self.data.numel() if self.parked is None else self.parked.nbytes
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this process has the bytes."""
+        return self.data.numel() == self.nbytes
 
     @property
     def is_pinned(self) -> bool:
@@ -101,7 +128,7 @@ class Plane(Protocol):
         """Return a write lease with uninitialised bytes, which the caller fills."""
 
     def flush(self, leased: LeasedBytes) -> None:
-        """Make the bytes of a write lease visible to the store."""
+        """Make the bytes of a write lease visible to the store; wait until the store has those of a parked gradient."""
 
     def check(self) -> None:
         """Check that leases of this plane were still valid while their bytes were used.
@@ -135,7 +162,9 @@ class ArenaPlane:
         return self.open_read(lease)
 
     def flush(self, leased: LeasedBytes) -> None:
-        """Do nothing, because the store reads the same memory."""
+        """Do nothing but wait until a gradient is parked, because the store reads the same memory."""
+        if leased.parked is not None:
+            leased.parked.sent.wait()
 
     def check(self) -> None:
         self._arena.check()
@@ -161,6 +190,9 @@ class StreamPlane:
         return LeasedBytes(lease_id=lease.lease_id, version=lease.version, data=data, plane=self)
 
     def flush(self, leased: LeasedBytes) -> None:
+        if leased.parked is not None:
+            leased.parked.sent.wait()
+            return
         self._streams.write(leased.lease_id, leased.data.numpy().data, LEASE_DEADLINE_SECONDS)
 
     def check(self) -> None:

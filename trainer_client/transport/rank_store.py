@@ -27,7 +27,7 @@ from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
-from trainer_client.transport.channel import Pending
+from trainer_client.transport.channel import Pending, translate
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.transport.device_memory import DeviceMemory
 from trainer_client.transport.journal import (
@@ -47,7 +47,7 @@ from trainer_client.transport.journal import (
 from trainer_client.transport.later_commit import LaterCommits, LaterValues
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.pinning import Driver
-from trainer_client.transport.planes import LeasedBytes, Plane, check
+from trainer_client.transport.planes import LeasedBytes, Parked, Plane, check
 from trainer_client.transport.session import OnRankGone
 from trainer_client.transport.shard_group_name import ShardGroupName
 
@@ -69,6 +69,7 @@ class RankStore:
     See [Note: attaching again] in attachments.py.
 
     Attributes:
+        asks_to_park: whether the store asks this rank to park gradients that it does not use for a while.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
 
@@ -102,6 +103,8 @@ class RankStore:
         trace_parent: TraceParent | None = None,
         on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
     ) -> None:
+        # Whether the last gradient that was leased came with the request to park it.
+        self.asks_to_park = False
         self._as_of_step: int | None = None  # None if reads see the newest version, committed or not.
         self.address = address
         self.credentials = credentials
@@ -441,7 +444,7 @@ class RankStore:
         ]
 
         def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
-            return [at.plane.open_write(lease) for lease in response.leases]
+            return [_open_write(at, lease) for lease in response.leases]
 
         # All other kinds are written only as a part of a commit, so this wait counts as one for the commit.
         of_gradients = all(want.slab.kind == GRAD for want in wants)
@@ -453,7 +456,91 @@ class RankStore:
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
             return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_release_granted, at))
 
+        call = RepeatedCall(self._attachments, ask)
+        if of_gradients:
+            call.on_response(self._note_parking)
+        return call
+
+    def _note_parking(self, response: pb.AcquireLeasesResponse) -> None:
+        self.asks_to_park = any(lease.park for lease in response.leases)
+
+    def park(self, group: str, leased: LeasedBytes, *, is_sent: bool) -> LeasedBytes | None:
+        """Park a gradient, and return its lease without the bytes; None if its daemon is gone. It does not wait.
+
+        The caller must not touch the bytes of `leased` any more. The result can be handed over, released or recalled.
+
+        Args:
+            group: the group of the gradient.
+            leased: the gradient.
+            is_sent: whether `start_apply_gradients` has made the bytes visible to the store.
+        """
+        with self._attachments.changed:
+            at = self._attachments.current
+            if not at.owns(leased):
+                return None
+            kept = self._attachments.journal.keep(group, leased.data)
+
+        def send() -> None:
+            """Make the bytes visible to the store and make the call; runs on the thread of `_hand_overs`."""
+            at.check()
+            if not is_sent:
+                at.plane.flush(leased)
+            at.check_leases()
+            try:
+                at.begin(at.stub.ParkGradients, pb.ParkGradientsRequest(lease_ids=[leased.lease_id])).result()
+            except grpc.RpcError as error:
+                # The lease may have been consumed or released before this call was made.
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise translate(error) from error
+
+        sent = Pending(self._hand_overs.submit(send), lambda _: None)
+        parked = Parked(nbytes=leased.data.numel(), sent=sent)
+        return LeasedBytes(
+            lease_id=leased.lease_id,
+            version=leased.version,
+            data=torch.empty(0, dtype=torch.uint8) if kept is None else kept,
+            plane=leased.plane,
+            asks_to_park=True,
+            parked=parked,
+        )
+
+    def recall(self, slab: SlabName, parked: LeasedBytes, step: int) -> Pending[list[LeasedBytes]]:
+        """Request a parked gradient, to read and write it again; the result has one lease.
+
+        If the daemon was lost meanwhile, it is a lease of the next one, with the bytes that the journal has kept. The
+        result of `wait` raises DaemonRestartedError if the journal has kept none.
+        """
+        wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step)]
+        where = _unit_of(wants)
+
+        def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            (lease,) = response.leases
+            if at.owns(parked) and lease.lease_id == parked.lease_id:
+                return [replace(at.plane.open_read(lease), asks_to_park=lease.park)]
+            leased = _open_write(at, lease)
+            self.refill(slab.group, leased, parked)
+            return [leased]
+
+        def waited(_: Any, began: float, ended: float) -> None:
+            self._recorder.stalled(Cause.GRADIENT_MEMORY, where, began, ended)
+
+        def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
+            if at.owns(parked):
+                # The store refuses to lease a gradient again that is not parked yet.
+                at.plane.flush(parked)
+            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_release_granted, at))
+
         return RepeatedCall(self._attachments, ask)
+
+    def refill(self, group: str, leased: LeasedBytes, former: LeasedBytes) -> None:
+        """Copy the gradient of a lease whose daemon was lost into a lease of the next daemon.
+
+        Raises:
+            DaemonRestartedError: the gradient was parked, and the journal has not kept its bytes.
+        """
+        if not former.has_data:
+            raise self._attachments.gradient_lost(group)
+        leased.data.copy_(former.data)
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -574,6 +661,8 @@ class RankStore:
                 nbytes = sum(update.gradient.data.numel() for update in own)
                 self._recorder.moved(Link.TO_STORE, _units_of(own), nbytes, began)
             if others:
+                if lost := [update.group for update in others if not update.gradient.has_data]:
+                    raise self._attachments.gradient_lost(lost[0])
                 kept = [update.gradient.data for update in others]
                 Applied(step=step, hyper_parameters=hyper_parameters, updates=others, kept=kept).make(at)
         except StoreError as error:
@@ -727,6 +816,11 @@ def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> 
     if memory is not None and lease.HasField("keep"):
         return replace(leased, keep=memory.range(lease.keep, lease.size_bytes))
     return leased
+
+
+def _open_write(at: Attachment, lease: pb.Lease) -> LeasedBytes:
+    leased = at.plane.open_write(lease)
+    return replace(leased, asks_to_park=True) if lease.park else leased
 
 
 def _release_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:

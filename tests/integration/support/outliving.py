@@ -44,7 +44,7 @@ def launched(plan: Plan, world_size: int) -> Iterator[Launch]:
 
 
 def start_daemon(plan: Plan) -> Daemon:
-    return Daemon(Path(plan.lock_file).parent, DAEMON)
+    return Daemon(Path(plan.lock_file).parent, DAEMON | plan.daemon)
 
 
 def outlive(

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Plan:
         first_step: the step that the run begins or resumes with.
         derives: whether the model is built without memory, so that its first values are computed from recipes.
         checkpoint: the checkpoint that `initialize` imports if the job has no step; None: no checkpoint.
+        layers: the number of layers of the model.
+        daemon: keys of the daemon's config that differ from DAEMON.
     """
 
     directory: str
@@ -65,6 +67,8 @@ class Plan:
     first_step: int = 1
     derives: bool = False
     checkpoint: str | None = None
+    layers: int = 3
+    daemon: dict[str, Any] = field(default_factory=dict)
 
     def results_file(self, rank: int) -> Path:
         return Path(self.directory) / f"results-{rank}.pt"
@@ -165,7 +169,7 @@ class Schedule(LambdaLR):
 def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine, Any]:
     """Return the engine, and the block of the model whose forward and backward are moments."""
     with trainer_client.zero.Init(seed=5) if plan.derives else nullcontext():
-        model = build_model(RUN)
+        model = build_model(replace(RUN, layers=plan.layers))
     optimizer, _ = make_optimizer(model, RUN)
     config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
     if plan.addresses:

@@ -42,6 +42,8 @@ class Run:
 
     # "gpt2", "conditional", "adapters", or a name of the zoo.
     model: str = "gpt2"
+    # The number of layers of "gpt2".
+    layers: int = 3
     checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
     steps: int = 30
     dropout: float = 0.0
@@ -211,7 +213,7 @@ def _model_of(run: Run) -> nn.Module:
     if run.model in ZOO:
         return ZOO[run.model]().train()
     config = GPT2Config(
-        n_layer=3,
+        n_layer=run.layers,
         n_embd=64,
         n_head=4,
         vocab_size=VOCABULARY,
@@ -222,7 +224,10 @@ def _model_of(run: Run) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return GPT2LMHeadModel(config).train()
+    model = GPT2LMHeadModel(config).train()
+    if run.checkpointing != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": run.checkpointing == "reentrant"})
+    return model
 
 
 def micro_batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,6 +26,7 @@ from storage import syscalls
 from storage.accounts import Holder
 from storage.config import EngineConfig
 from storage.engine import Engine
+from storage.gradients import Gradient
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
 from storage.tiers.base import PAGE_BYTES, round_up
@@ -247,6 +248,10 @@ def _reference(layout: Layout) -> Reference:
     return Reference(layout=layout)
 
 
+async def as_it_is(_: Gradient) -> None:
+    """Leave a gradient where it is."""
+
+
 class Training:
     """A layout's training on an engine, with torch's training as the reference."""
 
@@ -294,6 +299,7 @@ class Training:
         groups: Sequence[str] | None = None,
         wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel,
         position: float = NEVER,
+        before_update: Callable[[Gradient], Awaitable[None]] = as_it_is,
     ) -> None:
         """Give the gradients of the next step to the engine, which starts the updates.
 
@@ -301,12 +307,13 @@ class Training:
             groups: the groups to update; None: all.
             wrap: a function that replaces each kernel.
             position: the trace position at which the groups are needed next.
+            before_update: called with each gradient when it has its values.
         """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
             spec = layout.group(group)
-            region = await self.engine.allocate_gradient(self.job, group)
-            tensor = self.engine.host.tensor(region, layout.precision, spec.numel)
+            gradient = await self.engine.allocate_gradient(self.job, group)
+            tensor = self.engine.gradients.tensor(gradient)
             for index, shard in enumerate(layout.shards):
                 tensor[shard.group_offset :][: shard.numel] = self.reference.gradient(step, group, index)
             update = OptimizerUpdate(
@@ -314,7 +321,8 @@ class Training:
                 hyper_parameters=[layout.hyper_parameters(step, index) for index in range(len(layout.shards))],
                 grad_scale=GRAD_SCALE,
             )
-            self.engine.update(self.job, step, group, region, wrap(update), position=position)
+            await before_update(gradient)
+            self.engine.update(self.job, step, group, gradient, wrap(update), position=position)
 
     async def assert_at(self, step: int) -> None:
         """Check that the newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
@@ -417,6 +425,7 @@ async def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)
     assert engine.host_cache.leased_bytes == 0
     assert engine.scratch.nbytes == 0
+    assert engine.gradients.spilled_bytes == engine.gradients.parked_bytes == 0
     assert engine.host.queue_depth == 0
 
 

@@ -46,12 +46,14 @@ async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path
         found, _ = await accounts(engine)
         assert found.held_bytes[Holder.UNDER_WAY] == pin.arena_range.nbytes + gradient.nbytes
         assert not found.is_balanced and found.unexplained_bytes == 0
-        found, _ = await engine.accounts(leased=lambda: [pin.arena_range], quarantined=lambda: [gradient])
+        range_ = gradient.arena_range
+        assert range_ is not None
+        found, _ = await engine.accounts(leased=lambda: [pin.arena_range], quarantined=lambda: [range_])
         assert found.held_bytes[Holder.LEASES] == pin.arena_range.nbytes
         assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
         assert found.is_balanced
         engine.unpin(pin)
-        engine.scratch.free(gradient)
+        engine.gradients.free(gradient)
 
 
 async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> None:

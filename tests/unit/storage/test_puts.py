@@ -290,7 +290,7 @@ async def test_one_group_is_put_and_another_updated_in_one_step(tmp_path: Path, 
             ConflictError, match=r"group 'block\.1' was updated in step 2 already, or a part of it was put"
         ):
             engine.update(training.job, 2, "block.1", gradient, lambda tile: None)
-        engine.scratch.free(gradient)
+        engine.gradients.free(gradient)
         with pytest.raises(ConflictError, match=r"block\.0/param was put in step 2 already"):
             await engine.allocate_put(training.job, 2, "block.0", Kind.PARAM)
         await training.commit(2)

@@ -17,3 +17,4 @@ def test_storage_and_contract_agree() -> None:
     assert limits.GATHER_ALIGNMENT_BYTES == GATHER_ALIGNMENT
     assert limits.READ_BLOCK_BYTES == BLOCK_BYTES
     assert config.units_of_a_rank_alone == limits.UNITS_MAPPED_AT_ONCE
+    assert config.gradients_of_a_rank == limits.GRADIENTS_AT_ONCE

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+import torch
 
 from trainer_client.errors import StoreUnavailableError
 from trainer_client.transport.attachment import Attachment
@@ -116,3 +117,26 @@ def test_declarations_are_given_first_and_once_to_each_daemon() -> None:
     # The layout has its first commit then.
     assert begun.given_to == first.given_to == [one, other]
     assert registered.given_to == [one, other, third]
+
+
+def test_the_copy_that_a_commit_under_way_needs_is_not_overwritten_by_the_next_step() -> None:
+    journal, _ = opened()
+    journal.acknowledge(5)
+    journal.open(most_bytes=16)
+    first = journal.keep("a", torch.full((8,), 1, dtype=torch.uint8))
+    assert first is not None
+    journal.note(6, Entry())
+    second = journal.keep("a", torch.full((8,), 2, dtype=torch.uint8))
+    assert second is not None
+    assert first.unique().tolist() == [1] and second.unique().tolist() == [2]
+    journal.acknowledge(6)
+    third = journal.keep("a", torch.full((8,), 3, dtype=torch.uint8))
+    assert third is second, "the memory is used again as soon as the commit is there"
+
+
+def test_copies_that_are_too_large_are_all_dropped() -> None:
+    journal, _ = opened()
+    journal.open(most_bytes=16)
+    assert journal.keep("a", torch.zeros(12, dtype=torch.uint8)) is not None
+    assert journal.keep("b", torch.zeros(12, dtype=torch.uint8)) is None
+    assert journal.kept_bytes == 0 and journal.keep("a", torch.zeros(12, dtype=torch.uint8)) is None

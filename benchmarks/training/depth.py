@@ -1,0 +1,181 @@
+"""Measures whether memory grows with the number of layers, at one host budget: everything on NVMe, GPT-2 of one width.
+
+The host budget is 512 MiB for every depth, from 0.15 to 2.4 billion parameters, so the gradients of the deeper models
+do not fit into it. Each depth trains with and without clipping by norm, and with one and with four micro-batches in a
+step. Ranks keep no copies of gradients. The other contestants are `compute`, forward and backward alone in bf16, and
+up to `--plain-up-to` parameters `plain`, PyTorch with everything in memory. The result is one JSON object:
+
+- `machine`, `provenance`, `parameters`, `host_budget_bytes`
+- `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain` and `nvme`
+  (`benchmarks.training.result`; their ratios are to `compute`)
+- `flatness`: for each case the largest proportional memory of `trainer`, `daemon` and `total` over all depths, divided
+  by the smallest; activations, which grow with the depth, are a part of `trainer`
+
+Run as a module from the root of the repository: `python -m benchmarks.training.depth`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.common import machine, report
+from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.training import bf16_emulation
+from benchmarks.training.contestant_process import Entry
+from benchmarks.training.entries import COMPUTE, PLAIN, ours
+from benchmarks.training.heat import Heat
+from benchmarks.training.result import summaries
+from benchmarks.training.task import HEAD_WIDTH, TrainingTask
+
+DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
+GIB = 1 << 30
+DISK_BYTES_PER_PARAMETER = 46
+CASES = ((0.0, 1), (1.0, 1), (0.0, 4), (1.0, 4))
+
+FULL_BUDGET = 512 << 20
+FULL = tuple(
+    TrainingTask(layers=layers, hidden=1024, batch=1, tokens=256, vocab=50257) for layers in (8, 20, 43, 91, 186)
+)
+QUICK_BUDGET = 6 << 20
+QUICK = tuple(TrainingTask(layers=layers, hidden=HEAD_WIDTH, batch=1, tokens=32, vocab=512) for layers in (4, 16))
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+def nvme(task: TrainingTask, budget: int) -> Entry:
+    """Return the entry with everything on NVMe, whose ranks keep no copies of gradients."""
+    entry = ours("nvme", task, task.gpt2_parameters, "nvme", durability="step", host_budget_bytes=budget, deferred=True)
+
+    def config(directory: Path) -> Mapping[str, Any]:
+        values = entry.config_in(directory)
+        return {**values, "paramserver": {**values["paramserver"], "kept_gradients": 0}}
+
+    return replace(entry, config_in=config)
+
+
+def measure(
+    tasks: Sequence[TrainingTask],
+    budget: int,
+    directory: Path,
+    *,
+    rounds: int,
+    steps: int,
+    plain_up_to: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measure all depths in all cases, and return the result; see the module. It can raise BenchmarkError."""
+    needed = DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks)
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise BenchmarkError(
+            f"--dir has {free} bytes free and the deepest model needs {needed}; choose another one, or fewer --sizes"
+        )
+    cases = []
+    for clip, accumulation in CASES:
+        sizes = []
+        for task in (replace(task, clip=clip, accumulation=accumulation) for task in tasks):
+            size = task.gpt2_parameters
+            entries = [COMPUTE, *([PLAIN] if size <= plain_up_to else []), nvme(task, budget)]
+            label = f"{size / 1e6:.1f} M, clip {clip:g}, {accumulation} micro-batches"
+            heat = Heat(task, directory, threads=Threads(), progress=_prefixed(progress, label))
+            found = summaries(heat.run(entries, rounds=rounds, steps=steps), task)
+            sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
+        cases.append({"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)})
+    return {
+        "machine": machine.describe(directory),
+        "provenance": machine.provenance(),
+        "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
+        | {"precision": bf16_emulation.precision_in_words()},
+        "host_budget_bytes": budget,
+        "cases": cases,
+    }
+
+
+def _flatness(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by process the largest memory over all depths, divided by the smallest."""
+    memory = [size["nvme"]["memory"] for size in sizes]
+    return {
+        part: round(max(each[part] for each in memory) / min(each[part] for each in memory), 4)
+        for part in ("trainer", "daemon", "total")
+    }
+
+
+def _prefixed(progress: Progress, label: str) -> Progress:
+    return lambda what: progress(f"{label}: {what}")
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return the result as Markdown: a table for each case."""
+    shape = result["parameters"]
+    texts = [
+        f"GPT-2 of one width, {shape['batch']} x {shape['tokens']} tokens in a micro-batch, {shape['precision']}, "
+        "AdamW; everything on NVMe, each step durable, "
+        f"`host_budget` {result['host_budget_bytes'] / GIB:.2f} GiB for every "
+        "depth, no copies of gradients in the rank. `compute` is forward and backward alone, `plain` PyTorch with "
+        "everything in memory. Memory is proportional (PSS), the largest that was seen; that of the trainer has the "
+        "activations, which grow with the depth."
+    ]
+    header = (
+        *("layers", "parameters", "s/step", "plain, s", "compute, s", "I/O, s"),
+        *("trainer, GiB", "daemon, GiB", "both, GiB", "GB read", "GB written"),
+    )
+    for case in result["cases"]:
+        clipped = f"clipping at {case['clip']:g}" if case["clip"] else "no clipping"
+        flatness = case["flatness"]
+        rows = [_row(size) for size in case["sizes"]]
+        texts += [
+            f"**{clipped}, accumulation {case['accumulation']}.** From depth to depth memory differs by a factor of "
+            f"{flatness['total']:.2f} (trainer {flatness['trainer']:.2f}, daemon {flatness['daemon']:.2f}).",
+            report.table(header, rows),
+        ]
+    return "\n\n".join(texts)
+
+
+def _row(size: Mapping[str, Any]) -> list[str | None]:
+    ours_, plain = size["nvme"], size.get("plain")
+    return [
+        str(size["layers"]),
+        f"{size['parameters'] / 1e6:.0f} M",
+        f"{ours_['median']:.2f}",
+        None if plain is None or plain["not_run"] is not None else f"{plain['median']:.2f}",
+        f"{size['compute']['median']:.2f}",
+        f"{ours_['roofline']['io'] or 0.0:.2f}",
+        *(f"{ours_['memory'][part] / GIB:.2f}" for part in ("trainer", "daemon", "total")),
+        *(f"{ours_[key] / 1e9:.1f}" for key in ("read_per_step", "written_per_step")),
+    ]
+
+
+@app.command(help=__doc__)
+def main(
+    directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
+    sizes: Annotated[int, typer.Option(min=1, max=len(FULL), help="How many, from the smallest on.")] = len(FULL),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 1,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
+    plain_up_to: Annotated[int, typer.Option(help="The most parameters with which `plain` runs.")] = 700_000_000,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
+) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
+    console = Console(stderr=True)
+    tasks, budget, rounds, steps = (QUICK, QUICK_BUDGET, 1, 2) if quick else (FULL[:sizes], FULL_BUDGET, rounds, steps)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        result = measure(
+            tasks, budget, directory, rounds=rounds, steps=steps, plain_up_to=plain_up_to, progress=console.print
+        )
+    except (BenchmarkError, OSError) as error:
+        typer.echo(f"bench-depth: {error}", err=True)
+        raise typer.Exit(1) from None
+    title = "Memory by depth of the model"
+    report.conclude("depth", title, result, markdown(result), "make bench-depth", as_json=as_json, results=results)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,259 @@
+"""Jobs whose gradients do not fit into the host budget: the same bits as with plenty of memory, in a bounded budget."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+import trainer_client
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
+from tests.integration.support.outliving import differences, make_plan, outlive
+from tests.integration.support.ranks import END_SECONDS, Launch
+from tests.integration.support.store_client import Clients
+from tests.integration.support.training import (
+    Run,
+    assert_bit_equal,
+    build_model,
+    make_optimizer,
+    micro_batches,
+    train_through_store,
+    train_with_masters,
+)
+from tests.integration.support.training import launch as launch_runs
+from tests.unit.storage.builders import Layout
+
+LAYERS = 12
+# The optimizer's smallest buffers are 1.75 MiB. Four layers' gradients and three layers take 1.4 MB, and all gradients
+# 2.5 MB, for which the daemon would ask for 5 MB.
+SMALL = 3584 << 10
+PLENTY = 64 * MIB
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
+    """A daemon with too little memory for all gradients, and one with plenty."""
+    directory = tmp_path_factory.mktemp("gradients")
+    with (
+        Daemon(directory / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as small,
+        Daemon(directory / "plenty", {"host_budget": PLENTY, "nvme_budget": "1GiB"}) as plenty,
+    ):
+        yield small, plenty
+
+
+def config(daemon: Daemon, job: str, stage: int, **section: Any) -> dict[str, Any]:
+    offload = {"device": "nvme"}
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": offload}
+    zero |= {"offload_param": offload} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "paramserver": {"address": daemon.address, "job": job, "durability": "step", **section},
+    }
+
+
+# The stage, the run, and the numbers of ranks with which it is trained.
+RUNS = {
+    "stage 1": (1, Run(), (1,)),
+    "stage 2": (2, Run(), (2,)),
+    "stage 3": (3, Run(), (1, 2)),
+    "stage 2, clipping": (2, Run(clipping=0.5), (1,)),
+    "stage 1, accumulation": (1, Run(accumulation=4), (1,)),
+    "stage 3, clipping, accumulation": (3, Run(clipping=0.5, accumulation=4), (1, 2)),
+    "stage 1, clipping, boundary": (1, Run(clipping=0.5, accumulation=4, schedule_of_reduction="boundary"), (2,)),
+    "stage 3, clipping": (3, Run(clipping=0.5), ()),
+    "stage 3, fp16 skip": (3, Run(precision="fp16", poisoned_step=1, clipping=0.5), (1,)),
+    "stage 2, fp16 skip, accumulation": (2, Run(precision="fp16", poisoned_step=1, accumulation=4), (2,)),
+    "stage 3, bf16, checkpointed": (3, Run(precision="bf16", checkpointing="non-reentrant", clipping=0.5), (2,)),
+    "stage 3, streams": (3, Run(prefer_streams=True, clipping=0.5, accumulation=2), (1,)),
+}
+
+
+def run_of(daemon: Daemon, name: str, world_size: int) -> Run:
+    stage, run, _ = RUNS[name]
+    job = f"{name.replace(', ', '-').replace(' ', '-')}-{world_size}"
+    return replace(run, layers=LAYERS, steps=3, with_masters=True, config=config(daemon, job, stage))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_spilled_gradients_give_the_bits_of_plenty_of_memory(
+    daemons: tuple[Daemon, Daemon], tmp_path: Path, world_size: int
+) -> None:
+    small, plenty = daemons
+    names = [name for name, (_, _, sizes) in RUNS.items() if world_size in sizes]
+    results = {}
+    for daemon in (small, plenty):
+        written = tiers(daemon.address)[1].bytes_written
+        runs = [run_of(daemon, name, world_size) for name in names]
+        (tmp_path / daemon.address.rpartition("/")[0].rpartition("/")[2]).mkdir()
+        results[daemon] = launch_runs(runs, world_size, tmp_path), tiers(daemon.address)[1].bytes_written - written
+    for name, found, expected in zip(names, results[small][0], results[plenty][0], strict=True):
+        try:
+            assert_bit_equal(found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    # Both have written the same versions, and only the small one has written gradients.
+    assert results[small][1] > results[plenty][1] + len(names) * MIB
+    for daemon in daemons:
+        assert_nothing_left(daemon)
+
+
+@pytest.mark.parametrize("name", ["stage 3, clipping", "stage 3, fp16 skip"])
+def test_spilled_gradients_give_the_bits_of_torch(daemons: tuple[Daemon, Daemon], name: str) -> None:
+    run = run_of(daemons[0], name, 1)
+    run = replace(run, config=run.config | {"paramserver": run.config["paramserver"] | {"job": f"torch {name}"}})
+    assert_bit_equal(train_through_store(run), train_with_masters(run))
+    assert_nothing_left(daemons[0])
+
+
+def assert_nothing_left(daemon: Daemon) -> None:
+    """Check that no gradient and no lease is left, and that a holder explains every byte."""
+    until = time.monotonic() + 30
+    while True:
+        with admin_of(daemon.address) as admin:
+            accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=30).accounts
+        left = [
+            (pb.Tier.Name(account.tier), holding.holder, holding.bytes)
+            for account in accounts
+            for holding in account.holdings
+            if holding.holder in ("leases", "under way", "quarantine") and holding.bytes
+        ]
+        host, nvme = tiers(daemon.address)
+        if (
+            not left
+            and host.gradient_bytes == nvme.gradient_bytes == 0
+            and not any(a.unexplained_bytes for a in accounts)
+        ):
+            return
+        assert time.monotonic() < until, (left, host.gradient_bytes, nvme.gradient_bytes, accounts)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_the_daemon_is_killed_with_spilled_gradients_and_the_run_goes_on(tmp_path: Path, clipping: float) -> None:
+    """The ranks have kept copies, which they hand to the next daemon."""
+    section = {"durability": "step"}
+    job = {
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+        "paramserver": section,
+    }
+    fields: dict[str, Any] = {"steps": 3, "layers": LAYERS, "accumulation": 2}
+    whole = outlive(make_plan(tmp_path / "whole", job, **fields, daemon={"host_budget": PLENTY}), 2)
+    kills = [(2, "after backward 1"), (3, "backward")]
+    small = {"host_budget": 4 * MIB}
+    found = outlive(make_plan(tmp_path / "small", job, **fields, daemon=small, kills=kills), 2)
+    assert differences(found, whole) == []
+    assert all(len(result["restarts"]) >= 1 for result in found)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as daemon:
+        yield daemon
+
+
+@contextmanager
+def training(run: Run, directory: Path) -> Iterator[Launch]:
+    """Start a run of one rank."""
+    plan = directory / "runs.json"
+    plan.write_text(json.dumps([asdict(run)]))
+    with Launch("tests.integration.support.training", 1, (plan, directory / "results.pt"), directory) as started:
+        yield started
+
+
+def wait_for_spilled_gradients(daemon: Daemon, launch: Launch, step: int) -> None:
+    """Wait until gradients are spilled in a step after `step`."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        assert time.monotonic() < until and launch.is_whole, launch.output()
+        with admin_of(daemon.address) as admin:
+            jobs = admin.ListJobs(admin_pb.ListJobsRequest(), timeout=30).jobs
+        if any(job.committed_step > step for job in jobs) and tiers(daemon.address)[1].gradient_bytes:
+            return
+        time.sleep(0.002)
+
+
+def test_a_rank_is_killed_with_spilled_gradients(small: Daemon, tmp_path: Path) -> None:
+    run = replace(run_of(small, "stage 3, clipping", 1), steps=1000)
+    with training(run, tmp_path) as launch:
+        wait_for_spilled_gradients(small, launch, 1)
+        launch.ranks[0].kill()
+    assert_nothing_left(small)
+
+
+def test_the_daemon_is_killed_with_spilled_gradients_that_no_rank_has_kept(small: Daemon, tmp_path: Path) -> None:
+    """The run ends with an error that names the key; the next one resumes, with the bits of a run without a kill."""
+    run = replace(run_of(small, "stage 3, clipping", 1), steps=20)
+    section = run.config["paramserver"] | {"kept_gradients": 0}
+    run = replace(run, config=run.config | {"paramserver": section})
+    with training(run, tmp_path) as launch:
+        wait_for_spilled_gradients(small, launch, 2)
+        small.kill()
+        with Daemon(tmp_path / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as again:
+            assert_nothing_left(again)
+            assert launch.wait(END_SECONDS) == [1]
+            assert "kept_gradients" in launch.output()
+            (found,) = launch_runs([run], 1, tmp_path)
+            assert_nothing_left(again)
+            whole = train_with_masters(run)
+    assert found.resumed_step >= 3
+    steps = found.resumed_step
+    assert_bit_equal(found, replace(whole, losses=whole.losses[steps:], norms=whole.norms[steps:]))
+
+
+def test_the_budget_that_is_asked_for_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    asked: set[int] = set()
+    for layers in (8, 32):
+        layout = Layout(name="deep", numels=(65_537,), groups=tuple(f"block.{i}" for i in range(layers)))
+        config = {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}
+        with Daemon(tmp_path / str(layers), config) as daemon, Clients(daemon.address) as clients:
+            rank = clients.rank(layout)
+            rank.open()
+            with pytest.raises(grpc.RpcError, match="host_budget") as refused:
+                rank.register()
+            assert isinstance(refused.value, grpc.Call)
+            found = re.search(r"raise host_budget to at least (\d+)", refused.value.details() or "")
+            assert found is not None
+            asked.add(int(found[1]))
+    assert len(asked) == 1
+
+
+def test_spilled_gradients_are_read_changed_and_clipped_between_backward_and_step(
+    daemons: tuple[Daemon, Daemon],
+) -> None:
+    found = []
+    for daemon in daemons:
+        run = replace(run_of(daemon, "stage 3", 1), layers=LAYERS)
+        section = run.config["paramserver"] | {"job": "changed by hand"}
+        model = build_model(run)
+        engine, *_ = trainer_client.initialize(
+            model=model, optimizer=make_optimizer(model, run)[0], config=run.config | {"paramserver": section}
+        )
+        names = [name for name, _ in model.named_parameters()]
+        with engine:
+            values: list[torch.Tensor] = []
+            for number, batch in enumerate(micro_batches(3)):
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                gradients = [engine.get_full(name, "grad") for name in names]
+                values += [gradient.clone() for gradient in gradients if gradient is not None]
+                engine.set_full(names[number + 5], "grad", torch.full_like(values[-len(names) + number + 5], 0.01))
+                if number == 1:
+                    values.append(torch.tensor(engine.clip_grad_norm_(0.5)))
+                engine.step()
+            values += engine.full_state_dict().values()
+        found.append(values)
+    assert len(found[0]) == len(found[1]) > 3 * len(names)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert_nothing_left(daemons[0])

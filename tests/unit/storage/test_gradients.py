@@ -1,0 +1,320 @@
+"""Gradients that do not fit into the arena: parked, spilled, read back, freed, and damaged on their way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from storage.accounts import Holder
+from storage.engine import Engine
+from storage.errors import BudgetExceededError, DamagedBlockError, NotFoundError
+from storage.gradients import Gradient
+from storage.shard import DType, TierName
+from tests.unit.storage.builders import (
+    MIB,
+    ROOM_FOR_TILED,
+    TILED,
+    Layout,
+    Training,
+    held,
+    held_up,
+    on_nvme,
+    opened,
+    waiting_for,
+)
+
+LAYOUT = Layout(name="spilled", numels=TILED, groups=("a", "b", "c"))
+PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
+LAYOUTS = [
+    replace(LAYOUT, weights=weights, moments=moments, precision=precision, every_steps=every_steps)
+    for weights, moments in PLACES
+    for precision in (DType.FLOAT32, DType.BFLOAT16)
+    for every_steps in (1, 2)
+]
+IN_EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda it: f"{it.weights.value}-{it.moments.value}-{it.precision.value}-{it.every_steps}"
+)
+ROOM = {"host_budget_bytes": 32 * MIB, "nvme_budget_bytes": 128 * MIB}
+
+
+@pytest.fixture
+def without_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    """Return a function that leaves an engine no room for parked gradients, as the smallest host budget does."""
+    return lambda engine: monkeypatch.setattr(engine.gradients, "_room", lambda: 0)
+
+
+def spilling(engine: Engine) -> Callable[[Gradient], Awaitable[None]]:
+    """Return what parks a gradient, and waits until it is spilled."""
+
+    async def spill(gradient: Gradient) -> None:
+        engine.gradients.park(gradient)
+        await engine.gradients.close()
+        assert gradient.arena_range is None and gradient.region is not None
+
+    return spill
+
+
+async def filled(training: Training, group: str = "a") -> tuple[Gradient, torch.Tensor]:
+    """Return a gradient with random values, and the values."""
+    gradient = await training.engine.allocate_gradient(training.job, group)
+    values = training.engine.gradients.tensor(gradient).copy_(torch.randn(gradient.numel))
+    return gradient, values.clone()
+
+
+@IN_EACH_LAYOUT
+async def test_updates_with_spilled_gradients_have_the_bits_of_torch(
+    layout: Layout, tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, layout).begin()
+        without_room(engine)
+        for step in (1, 2, 3):
+            await training.hand_over(before_update=spilling(engine))
+            await training.commit(step)
+            assert engine.gradients.spilled_bytes == 0
+        await training.assert_at(3)
+
+
+async def test_a_budget_that_holds_one_gradient_trains_any_number_of_groups(tmp_path: Path) -> None:
+    """All gradients of a step are there before the first update, as with clipping by norm."""
+    spilled = []
+    for groups in (12, 24):
+        layout = replace(LAYOUT, name=f"job {groups}", groups=tuple(f"block.{i}" for i in range(groups)))
+        room = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 512 * MIB, "gradients_of_a_rank": 1}
+        async with opened(tmp_path / str(groups), **room) as engine:
+            training = await Training(engine, layout).begin()
+            assert engine.must_park(training.job)
+            for step in (1, 2):
+                gradients = []
+                for group in layout.groups:
+                    gradient, values = await filled(training, group)
+                    engine.gradients.park(gradient)
+                    gradients.append((gradient, values))
+                spilled.append(engine.gradients.spilled_bytes)
+                assert engine.host.used_bytes <= engine.host.budget_bytes
+                for gradient, values in reversed(gradients):
+                    await engine.gradients.recall(gradient)
+                    assert torch.equal(engine.gradients.tensor(gradient), values)
+                    engine.gradients.free(gradient)
+                await training.hand_over()
+                await training.commit(step)
+            await training.assert_at(2)
+    assert spilled[2] > spilled[0]
+
+
+async def test_gradients_that_fit_are_not_spilled(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        assert not engine.must_park(training.job)
+        written = engine.nvme.counters.bytes_written
+        gradients = [(await filled(training, group))[0] for group in LAYOUT.groups]
+        for gradient in gradients:
+            engine.gradients.park(gradient)
+        await engine.gradients.close()
+        assert engine.nvme.counters.bytes_written == written
+        assert engine.gradients.parked_bytes == sum(gradient.nbytes for gradient in gradients)
+        for gradient in gradients:
+            engine.gradients.free(gradient)
+
+
+async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(
+    tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        gradient, values = await filled(training)
+        for _ in range(3):
+            await spilling(engine)(gradient)
+            await engine.gradients.recall(gradient)
+            assert engine.gradients.spilled_bytes == 0
+            engine.gradients.tensor(gradient).add_(1.0)
+            values += 1.0
+            assert torch.equal(engine.gradients.tensor(gradient), values)
+        engine.gradients.free(gradient)
+
+
+async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
+    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        gradient, values = await filled(training)
+        freed, _ = await filled(training, "b")
+        with held(monkeypatch, "write_exact") as go_on:
+            engine.gradients.park(gradient)
+            engine.gradients.park(freed)
+            recalling = asyncio.ensure_future(engine.gradients.recall(gradient))
+            await asyncio.sleep(0.02)
+            engine.gradients.free(freed)
+            assert not recalling.done()
+            go_on.set()
+            await recalling
+        assert torch.equal(engine.gradients.tensor(gradient), values)
+        await spilling(engine)(gradient)
+        with held(monkeypatch, "read_exact") as go_on:
+            recalling = asyncio.ensure_future(engine.gradients.recall(gradient))
+            await asyncio.sleep(0.02)
+            engine.gradients.free(gradient)
+            go_on.set()
+            with pytest.raises(NotFoundError, match="was freed while it was read back"):
+                await recalling
+
+
+async def test_a_gradient_is_spilled_while_its_update_reads_it(
+    tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
+        without_room(engine)
+        gradients: list[Gradient] = []
+
+        async def note(gradient: Gradient) -> None:
+            gradients.append(gradient)
+
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
+            await asyncio.to_thread(begun.wait)
+            (gradient,) = gradients
+            engine.gradients.park(gradient)
+            await engine.gradients.close()
+            assert gradient.region is None, "an update frees its gradient soon, so nothing but a shortage spills it"
+            shortage = asyncio.ensure_future(engine.host.allocate(13 * MIB))
+            await asyncio.sleep(0)
+            await engine.gradients.close()
+            assert gradient.region is not None and gradient.arena_range is not None
+            go_on.set()
+            engine.host.free(await shortage)
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+@IN_EACH_LAYOUT
+async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
+    layout: Layout, tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    """The gradient is what `withdraw` leaves, so the update may be made by another rule."""
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, layout).begin()
+        without_room(engine)
+        kept: list[Gradient] = []
+
+        async def keep(gradient: Gradient) -> None:
+            kept.append(gradient)
+
+        real = engine.update
+        kernels = []
+
+        def update(job, step, group, gradient, kernel, *, position):  # type: ignore[no-untyped-def]
+            kernels.append((group, gradient, kernel))
+            return real(job, step, group, gradient, kernel, position=position, keeps_gradient=True)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "update", update)
+            await training.hand_over(before_update=keep)
+        for gradient in kept:
+            engine.gradients.park(gradient)
+        await asyncio.sleep(0.05)
+        await engine.gradients.close()
+        for group, gradient, kernel in kernels:
+            await engine.withdraw(training.job, 1, group)
+            again = real(training.job, 1, group, gradient, kernel, keeps_gradient=True)
+            engine.free_gradient(gradient, again)
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_a_damaged_gradient_is_named_and_never_used(
+    tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        spill = spilling(engine)
+
+        async def damage(gradient: Gradient) -> None:
+            await spill(gradient)
+            if "/b/" in gradient.label:
+                flip(engine, on_nvme(gradient.region).extents[0].offset + 1000)
+
+        await training.hand_over(before_update=damage)
+        with pytest.raises(
+            DamagedBlockError, match=r"spilled.*/b/grad at step 1: .*\(b\.weight\.0\) on nvme are damaged"
+        ):
+            await training.commit(1)
+        await engine.roll_back(training.job, 0)
+        await training.assert_at(0)
+        gradient, _ = await filled(training, "b")
+        await spill(gradient)
+        flip(engine, on_nvme(gradient.region).extents[0].offset + 1000)
+        with pytest.raises(DamagedBlockError, match=r"b\.weight\.0"):
+            await engine.gradients.recall(gradient)
+        engine.gradients.free(gradient)
+        await training.step()
+        await training.assert_at(1)
+
+
+async def test_a_spill_that_fails_ends_the_requests_that_wait_for_it_and_leaks_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        gradient, values = await filled(training)
+        engine.gradients.park(gradient)
+        regions = []
+        with pytest.raises(BudgetExceededError):
+            while True:
+                regions.append(await engine.nvme.allocate(MIB // 2))
+        taken = []
+        with pytest.raises(BudgetExceededError, match=r"nvme_budget 134217728.*raise nvme_budget"):
+            while True:
+                taken.append((await filled(training))[0])
+        for region in regions:
+            engine.nvme.free(region)
+        for each in taken:
+            engine.gradients.free(each)
+        await engine.gradients.recall(gradient)
+        assert torch.equal(engine.gradients.tensor(gradient), values)
+        engine.gradients.free(gradient)
+
+
+async def test_a_job_whose_gradients_do_not_fit_needs_room_for_them_on_nvme(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, groups=tuple(f"block.{i}" for i in range(16)))
+    room = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 1, "gradients_of_a_rank": 1}
+    async with opened(tmp_path, **room) as engine:
+        job = await engine.open_job(layout.job(), may_exist=True, must_exist=False)
+        with pytest.raises(BudgetExceededError, match="nvme_budget 1 is too small") as refused:
+            await engine.register(job, [layout.group(name) for name in layout.groups])
+    spills = sum(round(layout.group(name).numel * 4 / 4096 + 0.5) * 4096 for name in layout.groups)
+    versions = 2 * 3 * spills
+    assert f" {spills + versions} more are needed" in str(refused.value)
+
+
+async def test_the_accounts_name_the_holders_of_spilled_gradients(
+    tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        gradient, _ = await filled(training)
+        await spilling(engine)(gradient)
+        region = gradient.region
+        assert region is not None
+        _, nvme = await engine.accounts(spilled=lambda: [region])
+        assert nvme.held_bytes[Holder.LEASES] == gradient.nbytes and nvme.is_balanced
+        _, nvme = await engine.accounts()
+        assert nvme.held_bytes[Holder.UNDER_WAY] == gradient.nbytes and nvme.unexplained_bytes == 0
+        engine.gradients.free(gradient)
+
+
+def flip(engine: Engine, offset: int) -> None:
+    """Flip one bit of the data file."""
+    with (engine.config.state_dir / "data.0").open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
