@@ -290,10 +290,11 @@ def test_a_layer_may_be_used_twice_and_the_loss_be_computed_outside_of_the_model
     torch.nn.functional.cross_entropy(plain.head(plain(tokens)).flatten(0, 1), tokens.flatten()).backward()
 
     with watching_tiles(monkeypatch) as seen:
-        engine = start(Shared(), config_of(model_store, job, "nvme", tiling="4KiB"))
+        model = Shared()
+        engine = start(model, config_of(model_store, job, "nvme", tiling="4KiB"))
         with engine:
             hidden = engine(tokens)
-            engine.backward(trainer_client.chunked_cross_entropy(hidden, engine.module.head, tokens, tokens=5))
+            engine.backward(trainer_client.chunked_cross_entropy(hidden, model.head, tokens, tokens=5))
             for name, parameter in plain.named_parameters():
                 torch.testing.assert_close(engine.get_full(name, "grad"), parameter.grad, rtol=1e-4, atol=1e-6)
             engine.step()
