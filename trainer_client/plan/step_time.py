@@ -179,9 +179,8 @@ def find_traffic(
                 collectives += group.whole_bytes
                 calls += 1
             put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
-    uses = 2 * micro_batches
     fetched = (1.0 - hit) * (1.0 - copies.hit)
-    passing = int(uses * need.passing_bytes * fetched) if layout.residence is Residence.SHARDED else 0
+    passing = int(2 * micro_batches * need.passing_bytes * fetched) if layout.residence is Residence.SHARDED else 0
     # An update makes a host copy of each state for which the host budget has room, and the next update works on that
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
