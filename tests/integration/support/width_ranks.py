@@ -48,7 +48,7 @@ class TiedModel(nn.Module):
         return trainer_client.chunked_cross_entropy(hidden, self.head, tokens.roll(-1, dims=-1), tokens=CHUNK)
 
 
-def config(state_dir: Path, *, trained: bool) -> dict[str, Any]:
+def config(state_dir: Path) -> dict[str, Any]:
     nvme = {"device": "nvme"}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -56,8 +56,7 @@ def config(state_dir: Path, *, trained: bool) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
         "paramserver": {
             "state_dir": str(state_dir),
-            # The gradients of a step stay in the store's host memory until they are used.
-            "host_budget": HOST_BUDGET + (LAYER_BYTES if trained else 0),
+            "host_budget": HOST_BUDGET,
             "nvme_budget": "2GiB",
             "kept_gradients": 0,
             "tiling": {"largest_tile": TILE_BYTES},
@@ -73,7 +72,7 @@ def measure(state_dir: Path, weights: Path, vocabulary: int, *, trained: bool) -
         with zero.Init(seed=7):
             model = TiedModel(vocabulary, trains_weight=trained)
         engine, *_ = trainer_client.initialize(
-            model=model, config=config(state_dir, trained=trained), weights=weights, strict_weights=False
+            model=model, config=config(state_dir), weights=weights, strict_weights=False
         )
         with engine:
             generator = torch.Generator().manual_seed(dist.get_rank())
