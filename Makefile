@@ -20,14 +20,16 @@ TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
   fuzz readers restarts mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
-  bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-gpu bench-moe \
-  bench-depth bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
+  bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
+  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
+# pip shows its progress where a person sees it, because the packages take minutes. In a log it would fill pages.
+QUIET = $$(test -t 2 || echo --quiet)
 # torch from PyPI includes CUDA (some GB). Without a GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu:
 # pip then prefers the CPU build of the same version.
 $(INSTALLED): requirements.lock pyproject.toml
@@ -35,7 +37,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is $$("$(PYTHON)" --version 2>&1); Python >= 3.11 is needed: make venv PYTHON=python3.12" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 	@touch $@
@@ -165,6 +167,9 @@ bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (
 
 bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.training.scale --results
+
+bench-width: venv ## Measure a step of a model whose one layer is four times the host budget (40 GB of disk); updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.width --results
 
 bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one host budget (110 GB of disk); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.depth --results

@@ -210,10 +210,11 @@ def launch(context: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings=_UNPARSED)
 def plan(context: typer.Context) -> None:
     """Say how many bytes a job takes on each tier and rank, whether it fits, and what bounds its step."""
+    from paramserver.device_reads import find_hits
     from paramserver.store_need import find_need
 
-    # The planner is a client, and gets this function because only the daemon's side knows what a store needs.
-    importlib.import_module("trainer_client.plan.cli").main(context.args, find_need)
+    # The planner is a client, and gets these functions because only the daemon's side knows what a store needs.
+    importlib.import_module("trainer_client.plan.cli").main(context.args, find_need, find_hits)
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 
 from storage.catalog.catalog import Catalog
-from storage.catalog.records import CommitRecord, StoredVersion
+from storage.catalog.records import CommitRecord, RolledBack, StoredVersion
 from storage.copy_writes import CopyClaim, CopyWrites
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # The number of slabs that `_freeing` handles before it checks the clock and reads the state of the job anew.
 _FREED_AT_ONCE = 256
+# The random bytes that name a roll-back, so that no two of a job have one name.
+_MARK_BYTES = 8
 
 InCatalogThread = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -77,7 +80,7 @@ class Committer:
             held = ", ".join(map(str, sorted(job.retained))) or "none"
             raise NotFoundError(f"job {job.spec.name!r} does not hold step {step}; it holds: {held}")
 
-    async def roll_back(self, job: Job, step: int) -> None:
+    async def roll_back(self, job: Job, step: int, *, is_ordered: bool) -> None:
         """Make a committed step the newest one again (see `Engine.roll_back`). No step may be pending."""
         # Wait for the snapshot first, because when it becomes durable, older steps are no longer retained.
         if job.snapshot is not None:
@@ -92,11 +95,13 @@ class Committer:
                     f"memory only and have been overwritten; durable steps: {durable}"
                 )
         newer = {s for s in job.retained if s > step}
-        if not newer:
-            return
-        if newer & job.durable:
-            kept = sorted(job.durable - newer)
-            await self._in_catalog_thread(lambda: self._retain(job.spec.identity, kept))
+        mark = RolledBack(step, secrets.token_hex(_MARK_BYTES)) if is_ordered else None
+        kept = sorted(job.durable - newer) if newer & job.durable else None
+        if kept is not None or mark is not None:
+            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, kept, mark))
+        if mark is not None:
+            job.rolled_back = (*(one for one in job.rolled_back if one.step < step), mark)
+        if kept is not None:
             job.durable -= newer
             # No durable step may know a version any more that a retained step still sees. All steps see the same
             # version of a clean slab, so this version stays recorded as long as a durable step is left.
@@ -104,6 +109,8 @@ class Committer:
                 job.tally.changed.update(dict.fromkeys(job.slabs()))
             for slab in job.tally.changed:
                 slab.recorded &= {slab.version_at(s) for s in kept}
+        if not newer:
+            return
         for s in newer:
             del job.retained[s]
         job.settled = min(job.settled, step)
@@ -280,10 +287,16 @@ class Committer:
             self._catalog.add_commit(job.spec.identity, record, stored)
             self._catalog.retain(job.spec.identity, kept)
 
-    def _retain(self, job: str, kept: list[int]) -> None:
-        """Keep only the steps `kept` of a job in the catalog. This runs in the catalog's thread."""
+    def _go_back(self, job: str, kept: list[int] | None, mark: RolledBack | None) -> None:
+        """Keep only the steps `kept` of a job in the catalog, unless that is None, and record an operator's roll-back.
+
+        This runs in the catalog's thread.
+        """
         with self._catalog.transaction():
-            self._catalog.retain(job, kept)
+            if kept is not None:
+                self._catalog.retain(job, kept)
+            if mark is not None:
+                self._catalog.add_rolled_back(job, mark)
 
     async def _prune(self, job: Job) -> None:
         """Remove retained steps that no rank can return to. Durable ones are removed when the catalog is written."""

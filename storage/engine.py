@@ -807,8 +807,14 @@ class Engine:
                 log.exception("the former layout of job %s is not freed yet", job.spec.name)
         return durable
 
-    async def roll_back(self, job: Job, step: int) -> None:
+    async def roll_back(self, job: Job, step: int, *, is_ordered: bool = False) -> None:
         """Make a committed step the newest one again, and abandon the pending step.
+
+        Args:
+            job: the job.
+            step: the step.
+            is_ordered: whether an operator gives up all newer steps, also those that other stores have. The catalog
+                records that, even if this store has no newer step.
 
         Raises:
             NotFoundError: the step is not retained.
@@ -818,7 +824,7 @@ class Engine:
         """
         self._job_registry.check_not_deleting(job.spec.name)
         self._committer.check_retained(job, step)
-        await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step))
+        await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step, is_ordered=is_ordered))
 
     async def abandon_pending(self, job: Job) -> None:
         """Stop the writes of an unfinished step and discard their results. A commit under way is finished first."""

@@ -194,14 +194,14 @@ class PendingSteps:
             if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 
-    async def roll_back(self, job: Job, step: int) -> None:
-        """Make a committed step the newest one again.
+    async def roll_back(self, job: Job, step: int, *, is_ordered: bool) -> None:
+        """Make a committed step the newest one again; see `Engine.roll_back`.
 
         If it is called twice for one job, the second call waits for the first.
         """
         async with job.rolling_back:
             await self.abandon(job)
-            await self._committer.roll_back(job, step)
+            await self._committer.roll_back(job, step, is_ordered=is_ordered)
 
     async def abandon(self, job: Job) -> None:
         """Stop the writes of an unfinished step and discard their results. A commit under way is finished first."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from storage.catalog.records import CommitRecord
+from storage.catalog.records import CommitRecord, RolledBack
 from storage.errors import ConflictError, NotFoundError, OtherModelError
 from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
 from storage.shard_index import ShardIndex
@@ -67,6 +67,8 @@ class Job:
     # The committed steps to which the job can return, oldest first. The steps in `durable` are in the catalog.
     retained: dict[int, CommitRecord] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
+    # The roll-backs of this layout by operators, in their order. Each goes to a higher step than those before it.
+    rolled_back: tuple[RolledBack, ...] = ()
     # The step under way, if one has begun.
     pending: PendingStep | None = None
     # The number of this layout's first commit. It is above 0 if the layout replaces an older one.

@@ -46,6 +46,7 @@ from trainer_client.errors import (
     StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
+    TiledParameterError,
     TrainerClientError,
     UnauthenticatedError,
     UnusedParameterError,
@@ -61,6 +62,7 @@ from trainer_client.interface_version import (
     __version_minor__,
     __version_patch__,
 )
+from trainer_client.model.chunked_loss import chunked_cross_entropy
 from trainer_client.optimizers.lion import Lion
 from trainer_client.pipe import PipelineModule
 from trainer_client.report.step_report import StepReport
@@ -129,6 +131,7 @@ __all__ = [
     "StoredJob",
     "StoredTensor",
     "TensorSpec",
+    "TiledParameterError",
     "TrainerClientError",
     "TrainingLoader",
     "UnauthenticatedError",
@@ -142,6 +145,7 @@ __all__ = [
     "add_config_arguments",
     "checkpoint",
     "checkpointing",
+    "chunked_cross_entropy",
     "comm",
     "disk_offload",
     "get_accelerator",

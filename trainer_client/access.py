@@ -6,6 +6,7 @@ commit, which the engine makes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.slot_table import ShardRange
 from trainer_client.model.states import GroupStates
 from trainer_client.model.units import Unit
+from trainer_client.model.whole import hide_whole, show_whole
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
@@ -47,19 +49,23 @@ class StateShard:
         shape: the shape of the whole parameter.
         offset: the place of the part, in elements of the flattened parameter.
         values: a copy of the part, [n] on the CPU; n may be 0.
+        ranges: the elements of the flattened parameter that `values` has one after the other, as (first, number). It is
+            one range that begins at `offset`, except for a parameter in tiles, of each of which a rank has a part.
     """
 
     fqn: str
     shape: torch.Size
     offset: int
     values: torch.Tensor
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """The place of a parameter.
+    """The place of a parameter, or of a tile of one.
 
     Attributes:
+        parameter: the parameter, or the tile.
         state: the states of its group.
         slot: the number of the parameter in the group.
         shard: this rank's part of the parameter; None: this rank has no part.
@@ -79,6 +85,10 @@ class _Place:
     def part(self) -> slice:
         """The range of this rank's part in the flattened parameter."""
         return slice(self.shard.offset, self.shard.offset + self.shard.numel) if self.shard else slice(0, 0)
+
+
+# The places of a parameter: one, or those of its tiles in the order of their rows.
+_Places: TypeAlias = tuple[_Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +123,17 @@ class StateAccess:
         self._gradients = gradients
         self._scaler = scaler
         self._collectives = collectives
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _Places] = {}
         for state in states:
             shards = {shard.slot: shard for shard in state.group.shards}
             for slot, parameter in enumerate(state.group.parameters):
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
-                self._places[id(parameter.tensor)] = place
+                key = id(parameter.whole.tensor)
+                self._places[key] = (*self._places.get(key, ()), place)
+        # The number of contexts of `gathered` that have each tiled parameter, by the id of its tensor.
+        self._shown: Counter[int] = Counter()
         self._model = model
-        # The place of each name in a plain checkpoint, names of tied parameters included; None if the name is a
+        # The places of each name in a plain checkpoint, names of tied parameters included; None if the name is a
         # buffer's.
         self._state_names = {
             name: self._places.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
@@ -144,12 +157,18 @@ class StateAccess:
             self._collectives.all_gather_flat(whole, partition)
             if keep:
                 pieces = state.group.pieces(whole.float().cpu())
-                weights |= {p.index: piece.clone() for p, piece in zip(state.group.parameters, pieces, strict=True)}
+                for parameter, piece in zip(state.group.parameters, pieces, strict=True):
+                    if parameter.tile_of is None:
+                        weights[parameter.index] = piece.clone()
+                        continue
+                    if parameter.index not in weights:
+                        weights[parameter.index] = torch.empty(parameter.whole.shape, dtype=piece.dtype)
+                    weights[parameter.index].view(-1)[parameter.first :][: piece.numel()] = piece.reshape(-1)
         if not keep:
             return {}
         return {
-            name: weights[place.parameter.index] if place else self._model.get_buffer(name).detach().cpu().clone()
-            for name, place in self._state_names.items()
+            name: weights[places[0].parameter.index] if places else self._model.get_buffer(name).detach().cpu().clone()
+            for name, places in self._state_names.items()
         }
 
     @torch.no_grad()
@@ -164,16 +183,17 @@ class StateAccess:
         """
         values: dict[int, torch.Tensor] = {}
         found: dict[str, torch.Tensor] = {}
-        for name, place in self._state_names.items():
-            if place is None:
+        for name, places in self._state_names.items():
+            if places is None:
                 buffer = self._model.get_buffer(name).detach().cpu()
                 found |= {name: buffer.clone()} if keep else {}
                 continue
-            if not (with_frozen or place.parameter.tensor.requires_grad):
+            parameter = places[0].parameter.whole
+            if not (with_frozen or parameter.tensor.requires_grad):
                 continue
-            index = place.parameter.index
+            index = parameter.index
             if index not in values:
-                whole = self._whole(place, self._part(place, _PARAM)).view(place.parameter.shape)
+                whole = self._whole(places, _PARAM).view(parameter.shape)
                 values[index] = whole if keep else torch.empty(0)
             found |= {name: values[index]} if keep else {}
         return found
@@ -185,10 +205,13 @@ class StateAccess:
 
         Return None for a gradient that no rank has.
         """
-        place = self._place(key)
+        places = self._places_of_key(key)
+        shape = places[0].parameter.whole.shape
         if kind != _GRAD:
-            return self._whole(place, self._part(place, kind)).view(place.parameter.shape)
-        return self._whole_gradient(place).view(place.parameter.shape) if self._has_gradient(place) else None
+            return self._whole(places, kind).view(shape)
+        if not self._has_gradient(places):
+            return None
+        return torch.cat([self._whole_gradient(place) for place in places]).view(shape)
 
     def local(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return this rank's part [n] of the values that `full` returns; n may be 0.
@@ -197,14 +220,14 @@ class StateAccess:
 
         Return None if the parameter has no gradient.
         """
-        place = self._place(key)
-        if kind == _GRAD and self._gradients.partition_of(place.state.group, place.slot) is None:
+        places = self._places_of_key(key)
+        if kind == _GRAD and any(self._gradients.partition_of(p.state.group, p.slot) is None for p in places):
             return None
-        return self._part(place, kind)
+        return _joined([self._part(place, kind) for place in places])
 
     def parameter(self, key: ParameterKey) -> ModelParameter:
         """Return the record of a parameter. Raise ConfigError if it is not the model's."""
-        return self._place(key).parameter
+        return self._places_of_key(key)[0].parameter.whole
 
     def shards(self, kind: str) -> dict[str, StateShard]:
         """Return this rank's part of every parameter that has the kind, by each of its names.
@@ -215,12 +238,12 @@ class StateAccess:
             id(state): state.read(_kind_of(state.group, kind, "")) for state in self._states if _has(state.group, kind)
         }
         found = {}
-        for fqn, place in self._by_name.items():
-            partition = read.get(id(place.state))
-            if partition is not None:
-                values = partition[place.range].clone()
-                shape = place.parameter.shape
-                found[fqn] = StateShard(fqn=fqn, shape=shape, offset=place.part.start, values=values)
+        for fqn, places in self._by_name.items():
+            if id(places[0].state) in read:
+                values = torch.cat([read[id(place.state)][place.range] for place in places])
+                ranges = tuple((place.part.start, place.part.stop - place.part.start) for place in places)
+                shape = places[0].parameter.whole.shape
+                found[fqn] = StateShard(fqn=fqn, shape=shape, offset=ranges[0][0], values=values, ranges=ranges)
         return found
 
     # These methods change states.
@@ -230,11 +253,11 @@ class StateAccess:
 
         One name of a tied parameter stands for all of them.
         """
-        given = {id(place) for name in state_dict if (place := self._state_names.get(name)) is not None}
+        given = {id(places) for name in state_dict if (places := self._state_names.get(name)) is not None}
         missing = [
             name
-            for name, place in self._state_names.items()
-            if name not in state_dict and (place is None or id(place) not in given)
+            for name, places in self._state_names.items()
+            if name not in state_dict and (places is None or id(places) not in given)
         ]
         return StateDictNames(missing, [name for name in state_dict if name not in self._state_names])
 
@@ -252,17 +275,17 @@ class StateAccess:
                         f"buffer {name} cannot be set to a tensor of shape {list(given)}: it is {list(wanted)}"
                     )
         weights = {
-            id(place): (name, value)
+            id(places): (name, value)
             for name, value in state_dict.items()
-            if (place := self._state_names.get(name)) is not None
+            if (places := self._state_names.get(name)) is not None
         }
         return self.changes({(name, _MASTER): value for name, value in weights.values()}, local=False)
 
     @torch.no_grad()
     def set_buffers(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Copy the values of a plain state dict into the model's buffers of the same names."""
-        for name, place in self._state_names.items():
-            if place is None and name in state_dict:
+        for name, places in self._state_names.items():
+            if places is None and name in state_dict:
                 self._model.get_buffer(name).copy_(state_dict[name])
 
     @torch.no_grad()
@@ -280,8 +303,9 @@ class StateAccess:
         """
         changes = []
         for (key, kind), value in values.items():
-            place = self._place(key)
-            changes += self._changes(place, kind, self._checked(place, kind, value, local=local))
+            places = self._places_of_key(key)
+            for place, part in zip(places, self._checked(places, kind, value, local=local), strict=True):
+                changes += self._changes(place, kind, part)
         return changes
 
     @torch.no_grad()
@@ -293,14 +317,15 @@ class StateAccess:
         Raises:
             RuntimeError: the parameter has no gradient in this step.
         """
-        place = self._place(key)
-        value = self._checked(place, _GRAD, value, local=local)
-        if self._gradients.partition_of(place.state.group, place.slot) is None:
-            raise RuntimeError(f"parameter {place.parameter.fqn} has no gradient: set it after backward()")
-        self._gradients.begin_change(place.state.group)
-        partition = self._gradients.partition_of(place.state.group, place.slot)
-        assert partition is not None, "asked before"
-        partition[place.range] = (value.float() * self._scaler.scale).to(partition.device, partition.dtype)
+        places = self._places_of_key(key)
+        parts = self._checked(places, _GRAD, value, local=local)
+        if any(self._gradients.partition_of(place.state.group, place.slot) is None for place in places):
+            raise RuntimeError(f"parameter {places[0].parameter.fqn} has no gradient: set it after backward()")
+        for place, part in zip(places, parts, strict=True):
+            self._gradients.begin_change(place.state.group)
+            partition = self._gradients.partition_of(place.state.group, place.slot)
+            assert partition is not None, "asked before"
+            partition[place.range] = (part.float() * self._scaler.scale).to(partition.device, partition.dtype)
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -308,11 +333,30 @@ class StateAccess:
 
         All ranks must call this.
         """
+        chosen = list(parameters)
         with ExitStack() as held:
-            for unit in self._units_of(parameters):
+            for unit in self._units_of(chosen):
                 unit.hold()
                 held.callback(unit.release_hold)
+            for tensor in {id(tensor): tensor for tensor in chosen}.values():
+                if (places := self._places_of(tensor))[0].parameter.tile_of is not None:
+                    held.enter_context(self._showing(places))
             yield
+
+    @contextmanager
+    def _showing(self, places: _Places) -> Iterator[None]:
+        """Give a tiled parameter a memory with the values of its tiles, which are gathered, within the context."""
+        whole = places[0].parameter.whole
+        if not self._shown[id(whole.tensor)]:
+            show_whole(whole, torch.cat([place.parameter.tensor.detach() for place in places]))
+        self._shown[id(whole.tensor)] += 1
+        try:
+            yield
+        finally:
+            self._shown[id(whole.tensor)] -= 1
+            if not self._shown[id(whole.tensor)]:
+                group = places[0].state.group
+                hide_whole(whole, group.dtype, group.device)
 
     @property
     def is_holding(self) -> bool:
@@ -322,7 +366,7 @@ class StateAccess:
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's part of each parameter, for `hand_over_changed`."""
         reader = _Reader()
-        return [reader.part(self._place_of(tensor), PARAM) for tensor in parameters]
+        return [_joined([reader.part(place, PARAM) for place in self._places_of(tensor)]) for tensor in parameters]
 
     @torch.no_grad()
     def hand_over_changed(
@@ -338,16 +382,21 @@ class StateAccess:
         changes = []
         masters = _Reader()
         for tensor, old in zip(parameters, before, strict=True):
-            place = self._place_of(tensor)
+            places = self._places_of(tensor)
             whole = tensor.detach().contiguous()
             self._collectives.broadcast(whole, source=modifier_rank)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
-            new = whole.reshape(-1)[place.part].cpu()
-            changes.append(Change(place=place, kind=PARAM, values=new))
-            if place.state.group.has_master:
-                master = torch.where(new == old, masters.part(place, MASTER), new.float())
-                changes.append(Change(place=place, kind=MASTER, values=master))
+            for place, before_part in zip(places, _split(old, places), strict=True):
+                if place.parameter.tile_of is not None:
+                    # The tile may stay gathered, for a context around this one.
+                    rows = whole.reshape(-1)[place.parameter.first :][: place.parameter.shape.numel()]
+                    place.parameter.tensor.detach().copy_(rows.view(place.parameter.shape))
+                new = whole.reshape(-1)[place.part].cpu()
+                changes.append(Change(place=place, kind=PARAM, values=new))
+                if place.state.group.has_master:
+                    master = torch.where(new == before_part, masters.part(place, MASTER), new.float())
+                    changes.append(Change(place=place, kind=MASTER, values=master))
         self.hand_over(changes, step)
 
     @torch.no_grad()
@@ -381,10 +430,10 @@ class StateAccess:
         weight = part.to(group.dtype) if kind == _PARAM else part
         return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
-    def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
-        """Return this rank's part [n] of a value that the user gives."""
-        parameter = place.parameter
-        wanted = torch.Size([place.part.stop - place.part.start]) if local else parameter.shape
+    def _checked(self, places: _Places, kind: str, value: torch.Tensor, *, local: bool) -> list[torch.Tensor]:
+        """Return this rank's part [n] of a value that the user gives, for each place of the parameter."""
+        parameter = places[0].parameter.whole
+        wanted = torch.Size([sum(p.part.stop - p.part.start for p in places)]) if local else parameter.shape
         if value.shape != wanted:
             what = "this rank's part of it is" if local else "it is"
             raise ConfigError(
@@ -392,33 +441,32 @@ class StateAccess:
                 f"{what} {list(wanted)}"
             )
         value = value.detach().cpu()
-        return value if local else value.reshape(-1)[place.part]
+        return _split(value, places) if local else [value.reshape(-1)[place.part] for place in places]
 
     # These methods find the places of parameters.
 
-    def _place(self, key: ParameterKey) -> _Place:
-        """Return the place of a parameter, or of the parameter with that name. It can raise ConfigError."""
+    def _places_of_key(self, key: ParameterKey) -> _Places:
+        """Return the places of a parameter, or of the parameter with that name. It can raise ConfigError."""
         if not isinstance(key, str):
-            return self._place_of(key)
+            return self._places_of(key)
         if key not in self._by_name:
             raise ConfigError(f"the model has no parameter {key!r}: write a name that model.named_parameters() gives")
         return self._by_name[key]
 
-    def _place_of(self, tensor: torch.Tensor) -> _Place:
-        """Return the place of a parameter. It can raise ConfigError."""
+    def _places_of(self, tensor: torch.Tensor) -> _Places:
+        """Return the places of a parameter. It can raise ConfigError."""
         if id(tensor) not in self._places:
             raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
         return self._places[id(tensor)]
 
     def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of the parameters in the model's order, which is the same on every rank."""
-        groups = {id(self._place_of(tensor).state.group) for tensor in parameters}
+        groups = {id(place.state.group) for tensor in parameters for place in self._places_of(tensor)}
         return [unit for unit in self._units if any(id(group) in groups for group in unit.groups)]
 
-    def _has_gradient(self, place: _Place) -> bool:
+    def _has_gradient(self, places: _Places) -> bool:
         """Return whether any rank has a gradient of the parameter. All ranks must call this."""
-        (anywhere,) = self._collectives.any_rank([self._gradients.is_present(place.state.group, place.slot)])
-        return anywhere
+        return all(self._collectives.any_rank([self._gradients.is_present(p.state.group, p.slot) for p in places]))
 
     def _whole_gradient(self, place: _Place) -> torch.Tensor:
         """Return the mean over ranks of a gradient so far, [numel] in fp32. All ranks must call this.
@@ -428,7 +476,7 @@ class StateAccess:
         group = place.state.group
         owed = self._gradients.read_unreduced(group, place.slot)
         partition = self._gradients.reduced_of(group)
-        total = None if partition is None else self._whole(place, partition[place.range].float().cpu())
+        total = None if partition is None else self._gather(place, partition[place.range].float().cpu())
         if owed is not None:
             total = (owed if total is None else total + owed).to(group.gradient_dtype).float()
         assert total is not None, "some rank has a gradient, so it is reduced or owed"
@@ -444,8 +492,12 @@ class StateAccess:
         values = place.state.read(_kind_of(group, kind, place.parameter.fqn))[place.range].clone()
         return values if kind == _PARAM else values.float()
 
-    def _whole(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts of a parameter, one after the other. All ranks must call this."""
+    def _whole(self, places: _Places, kind: str) -> torch.Tensor:
+        """Return all elements of one kind of a parameter, flattened. All ranks must call this."""
+        return _joined([self._gather(place, self._part(place, kind)) for place in places])
+
+    def _gather(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' parts of a parameter or a tile, one after the other. All ranks must call this."""
         group = place.state.group
         world_size = self._collectives.world_size
         shards = [next((s for s in group.shards_of(r) if s.slot == place.slot), None) for r in range(world_size)]
@@ -471,6 +523,15 @@ class _Reader:
         if self._state is not place.state:
             self._state, self._partition = place.state, place.state.read(kind)
         return self._partition[place.range].clone()
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _split(values: torch.Tensor, places: _Places) -> list[torch.Tensor]:
+    """Return this rank's parts of the places, which lie in `values` one after the other."""
+    return list(values.split([place.part.stop - place.part.start for place in places]))
 
 
 def _range(shard: ShardRange | None) -> slice:

@@ -117,6 +117,7 @@ def _make_parts(
     commits = Commits(
         rank.store,
         job.states,
+        job.lanes,
         rank.settings.paramserver.durability,
         newest=job.resumed_step,
         handed_over=job.handed_over_step,
@@ -130,7 +131,7 @@ def _make_parts(
         updates=updates,
         residency=residency,
         lanes=job.lanes,
-        reduction_order=ReductionOrder(len(job.units), rank.collectives),
+        reduction_order=ReductionOrder(sum(len(unit.uses) for unit in job.units), rank.collectives),
         compute_dtype=PrecisionPolicy.of(rank.settings).compute_dtype,
         clock=clock,
         recorder=rank.recorder,
@@ -138,6 +139,7 @@ def _make_parts(
     )
     hooks.install()
     return EngineParts(
+        tiling=job.tiling,
         states=job.states,
         gather=job.gather,
         micro_batches=micro_batches,
@@ -147,7 +149,7 @@ def _make_parts(
         access=_make_access(user, rank, job, gradients, scaler),
         commits=commits,
         passes=passes,
-        run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
+        run_state=_make_run_state(user, rank, job, made_with, micro_batches, step, scaler, clock),
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
         device_copies=job.device_copies,
@@ -257,6 +259,7 @@ def _make_access(
 def _make_run_state(
     user: UserObjects,
     rank: RankContext,
+    job: Job,
     made_with: MadeWith,
     micro_batches: MicroBatches,
     step: TrainingStep,
@@ -274,6 +277,7 @@ def _make_run_state(
         device=rank.collectives.device,
         plain=PlainState(user.module, user.parameters),
         made_with=made_with if rank.collectives.rank == 0 else None,
+        rolled_back=job.rolled_back,
     )
 
 

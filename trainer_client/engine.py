@@ -507,6 +507,8 @@ class Engine(EngineStates):
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
+        # The commit under way may still hold leases.
+        self.wait_for_commit()
         self._hooks.begin_offload()
         try:
             self._device_copies.offer(nbytes)
@@ -522,6 +524,7 @@ class Engine(EngineStates):
         """
         self._require_between_steps("the end of the engine's use of its model")
         self._hooks.give_up_model()
+        self._tiling.remove()
         self._refusals.remove()
         disown(self._parameters_of_model)
         self._has_model = False

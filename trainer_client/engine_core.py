@@ -18,6 +18,7 @@ from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
 from trainer_client.model.refusals import ModelRefusals
 from trainer_client.model.states import PlacedStates
+from trainer_client.model.tiling import Tiling
 from trainer_client.report.reporter import Reporter
 from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.checkpoints import Checkpoints
@@ -38,10 +39,12 @@ class EngineParts:
     """The objects that an engine calls, made by assembly.py.
 
     Attributes:
+        tiling: the parameters that are cut into tiles.
         states: the states of all groups.
         gather: how the units' parameters come together.
     """
 
+    tiling: Tiling
     states: Sequence[PlacedStates]
     gather: Gather
     micro_batches: MicroBatches
@@ -83,6 +86,7 @@ class EngineCore(EngineGetters):
         self._store = rank.store
         self._collectives = rank.collectives
         self._log_context = rank.log_context
+        self._tiling = parts.tiling
         self._states = parts.states
         self._step = parts.step
         self._hooks = parts.hooks

@@ -113,6 +113,28 @@ class ReleasedParameterError(TrainerClientError, RuntimeError):
         return type(self), (self.fqn, self.function)
 
 
+class TiledParameterError(TrainerClientError, RuntimeError):
+    """A function of torch needs the values of a parameter whose tiles are gathered one after the other.
+
+    Args:
+        fqn: the parameter's name.
+        function: name of torch's function.
+    """
+
+    def __init__(self, fqn: str, function: str) -> None:
+        super().__init__(
+            f"parameter {fqn} was given to {function}, and it is never whole, because paramserver.tiling cuts it into "
+            "tiles: compute with it through the forward of its layer, read it within engine.gathered(...), or add its "
+            "name to paramserver.tiling.exclude"
+        )
+        self.fqn = fqn
+        self.function = function
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Return how pickle makes this error again, because its arguments are not those of `Exception`."""
+        return type(self), (self.fqn, self.function)
+
+
 class CollectiveError(TrainerClientError, RuntimeError):
     """Ranks could not communicate, because one of them is gone, is late or runs another part of the program.
 

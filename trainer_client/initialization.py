@@ -25,6 +25,7 @@ from trainer_client.assembly import make_engine
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.log_lines import describe_automatic, describe_clipping, describe_without_effect
+from trainer_client.config.tiling import TilingSection
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
@@ -316,6 +317,8 @@ def _open_without_optimizer(
 ) -> InferenceEngine | WholeEngine:
     """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
     _hand_back(_former_engines(parameters))
+    if settings.paramserver.tiling != TilingSection():
+        log.warning("paramserver.tiling has no effect without an optimizer: an engine for inference leases whole units")
     if settings.zero_optimization.stage < 3:
         return open_whole_engine(model, parameters, settings, initial, processes)
     return open_engine(model, parameters, settings, policy, initial, processes=processes, prefer_streams=prefer_streams)

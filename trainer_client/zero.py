@@ -344,8 +344,7 @@ def _require_parameter(function: str, parameter: Any) -> None:
 
 class TiledLinear(
     NotBuilt,
-    remedy="split the layer into several nn.Linear in an nn.ModuleList, which are units of their own, and concatenate "
-    "their outputs",
+    remedy="set paramserver.tiling.largest_tile, which gathers a torch.nn.Linear in tiles, without another model",
 ):
     """DeepSpeed's linear layer in tiles that are gathered one after the other."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import report
+from paramserver.device_reads import find_hits
 from paramserver.store_need import find_need
 from trainer_client.plan.cli import DEFAULT_CONFIG
 from trainer_client.plan.layout import World
@@ -82,6 +83,7 @@ def _job(model: nn.Module, rehearsed: Callable[[int, torch.dtype | None], Rehear
         rates=node.rates(World(ranks=node.gpus, nodes=nodes)),
         rates_in=node.rates,
         find_need=find_need,
+        find_hits=find_hits,
         sequence=TOKENS,
         device="cuda",
         store_has_cores=True,

@@ -42,6 +42,7 @@ def ours(
     deferred: bool = False,
     each_step: bool = False,
     units: Any = "blocks",
+    tiling: Mapping[str, Any] | None = None,
 ) -> Entry:
     """Return an entry of this project, with parameters, master weights and moments in `home`.
 
@@ -53,6 +54,7 @@ def ours(
         deferred: see `contestants.Spec`.
         each_step: see `contestants.Spec`.
         units: the config key `paramserver.units`.
+        tiling: the config key `paramserver.tiling`; None: every layer is gathered as a whole.
     """
     fits = max(_LEAST_HOST_BYTES, parameters * _HOST_BYTES_PER_PARAMETER)
 
@@ -71,7 +73,8 @@ def ours(
                 "host_budget": fits if host_budget_bytes is None else host_budget_bytes,
                 "nvme_budget": max(_LEAST_NVME_BYTES, parameters * _NVME_BYTES_PER_PARAMETER),
                 "units": units,
-            },
+            }
+            | ({} if tiling is None else {"tiling": tiling}),
         }
 
     probed = home == "nvme" or durability == "step"

@@ -7,6 +7,7 @@ its standard input, a pipe from the demo, ends.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -124,7 +125,7 @@ class StoreDaemon:
 
     def show(self, verb: str) -> None:
         """Print the command `paramserver-admin VERB`, and run it with its output on the terminal."""
-        print(f"$ paramserver-admin {verb} --address {self.address}", flush=True)
+        print(f"$ paramserver-admin {verb} --address {shlex.quote(self.address)}", flush=True)
         subprocess.run(self._admin_command(verb), check=True)
 
     def query(self, verb: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -140,9 +141,16 @@ def explained(error: grpc.RpcError, address: str) -> str:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something is destroyed, unless `yes`; a no ends the program with ExitCode.FAILED."""
-    if not yes:
+    """Ask before something is destroyed, unless `yes`. A no, or no answer at all, ends the program with FAILED."""
+    if yes:
+        return
+    try:
         typer.confirm(printable(question), abort=True)
+    except typer.Abort:
+        if not sys.stdin.isatty():
+            typer.echo("\nparamserver-admin: nothing was done; without a terminal, agree with --yes", err=True)
+            raise typer.Exit(ExitCode.FAILED) from None
+        raise
 
 
 def _read(path: Path) -> bytes:

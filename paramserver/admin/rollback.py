@@ -22,7 +22,8 @@ def rollback(
 ) -> None:
     """Make a retained step of a job the newest one again. The daemon refuses this while a trainer is attached to it.
 
-    Newer steps are discarded, unless they are kept. Roll a job of several nodes back at all their daemons.
+    Newer steps are discarded, unless they are kept, and replicas do not bring them back. Roll a job of several nodes
+    back at all their daemons.
     """
     confirm(f"Roll job {job!r} back to step {step}, and discard its newer steps? This cannot be undone.", yes=yes)
     request = admin_pb.RollBackJobRequest(job=job, step=step)

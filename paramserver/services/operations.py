@@ -127,7 +127,7 @@ class Operations:
         with self._sessions.closed(name):
             job = self._engine.job(name)
             former = job.newest
-            await self._engine.roll_back(job, step)
+            await self._engine.roll_back(job, step, is_ordered=True)
         self._events.add(EventKind.JOB, name, f"an operator rolled the job back from step {former} to step {step}")
         return admin_pb.RollBackJobResponse(former_step=former or 0)
 

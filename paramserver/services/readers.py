@@ -58,7 +58,11 @@ class Readers:
             reader = await self._engine.open_reader(job, step)
         finally:
             self._opening.subtract((name, owner))
-        return pb.OpenReaderResponse(reader_id=self._sessions.add_reader(session, reader), step=reader.step)
+        return pb.OpenReaderResponse(
+            reader_id=self._sessions.add_reader(session, reader),
+            step=reader.step,
+            ranks=sorted(reader.record.client_states),
+        )
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
         """Return the job in the layout that the request names, or in the newest committed one, or the kept step.
@@ -184,7 +188,12 @@ async def _either(*events: asyncio.Event) -> None:
 def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
     """Return the layouts of a job that have committed steps, oldest first."""
     return [
-        pb.StoredLayout(layout=job.spec.layout, world_size=job.spec.world_size, steps=sorted(job.retained))
+        pb.StoredLayout(
+            layout=job.spec.layout,
+            world_size=job.spec.world_size,
+            steps=sorted(job.retained),
+            rolled_back=[pb.RolledBack(step=mark.step, name=mark.name) for mark in job.rolled_back],
+        )
         for job in layouts
         if job.retained
     ]

@@ -240,14 +240,24 @@ class OpenJobResponse(_message.Message):
     def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
 
 class StoredLayout(_message.Message):
-    __slots__ = ("layout", "world_size", "steps")
+    __slots__ = ("layout", "world_size", "steps", "rolled_back")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     layout: str
     world_size: int
     steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layout: _Optional[str] = ..., world_size: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    rolled_back: _containers.RepeatedCompositeFieldContainer[RolledBack]
+    def __init__(self, layout: _Optional[str] = ..., world_size: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ..., rolled_back: _Optional[_Iterable[_Union[RolledBack, _Mapping]]] = ...) -> None: ...
+
+class RolledBack(_message.Message):
+    __slots__ = ("step", "name")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    name: str
+    def __init__(self, step: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class BeginLayoutRequest(_message.Message):
     __slots__ = ("session_id", "first_step")
@@ -284,12 +294,14 @@ class OpenReaderRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., kept: _Optional[str] = ...) -> None: ...
 
 class OpenReaderResponse(_message.Message):
-    __slots__ = ("reader_id", "step")
+    __slots__ = ("reader_id", "step", "ranks")
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     reader_id: int
     step: int
-    def __init__(self, reader_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, reader_id: _Optional[int] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadClientStateRequest(_message.Message):
     __slots__ = ("session_id", "reader_id", "rank")

@@ -25,9 +25,12 @@ from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_
 from storage.catalog.records import (
     BadExtent,
     CommitRecord,
+    RolledBack,
     StoredJob,
     StoredVersion,
     parameters_to_text,
+    rolled_back_from_text,
+    rolled_back_to_text,
     shards_to_text,
 )
 from storage.catalog.tables import (
@@ -45,6 +48,9 @@ from storage.failpoints import Failpoint, reach
 from storage.shard import GroupSpec, JobSpec, SlabKey, TierName
 
 log = logging.getLogger(__name__)
+
+# The key of a job's roll-backs in the table `meta` is this and the catalog's name of the job.
+_ROLLED_BACK = "rolled_back "
 
 
 class Catalog:
@@ -95,10 +101,17 @@ class Catalog:
             DataLossError: a job or step is damaged; the message names it.
         """
         read, self._read = self._read, None
-        if read is not None:
-            return read
         with errors(self.path, opening=True):
-            return [job.stored() for job in read_jobs(self._db, self.path)]
+            if read is None:
+                read = [job.stored() for job in read_jobs(self._db, self.path)]
+            marks = {key: text for key, text in self._ledger.meta if key.startswith(_ROLLED_BACK)}
+            if not marks:
+                return read
+            keys = (_ROLLED_BACK + job.spec.stored_as for job in read)
+            return [
+                replace(job, rolled_back=rolled_back_from_text(marks[key])) if key in marks else job
+                for job, key in zip(read, keys, strict=True)
+            ]
 
     @property
     def store_id(self) -> str:
@@ -188,6 +201,16 @@ class Catalog:
                 manifests[step] = self._put_manifest(entry, step, self._manifest(entry, step).only(mask))
         commits = {step: commit for step, commit in entry.commits.items() if step not in dropped}
         self._put(replace(entry, commits=commits, manifests=manifests))
+
+    def add_rolled_back(self, job: str, mark: RolledBack) -> None:
+        """Record that an operator rolled a job back. Call this inside `transaction`, after `retain`.
+
+        An earlier roll-back to the same step or a later one is forgotten, because the new one gives up all steps that
+        it gave up.
+        """
+        key, meta = _ROLLED_BACK + job, dict(self._ledger.meta)
+        known = rolled_back_from_text(meta[key]) if key in meta else ()
+        self._put_meta(key, rolled_back_to_text([*(one for one in known if one.step < mark.step), mark]))
 
     def set_placements(self, placements: Mapping[SlabKey, TierName]) -> None:
         """Record new placements (home tiers) of slabs, in a transaction of its own."""
@@ -312,9 +335,13 @@ class Catalog:
 
     def _put_version(self) -> None:
         """Write the present format's version into `meta`."""
-        meta = {**dict(self._ledger.meta), "format_version": str(FORMAT_VERSION)}
-        self._db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(FORMAT_VERSION),))
-        self._ledger = replace(self._ledger, meta=tuple(meta.items()))
+        self._put_meta("format_version", str(FORMAT_VERSION))
+
+    def _put_meta(self, key: str, value: str) -> None:
+        meta = {**dict(self._ledger.meta), key: value}
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+        # The digest is that of the rows by key.
+        self._ledger = replace(self._ledger, meta=tuple(sorted(meta.items())))
 
     def _make_tables(self) -> None:
         create_tables(self._db)
@@ -369,6 +396,10 @@ class Catalog:
     def _delete(self, job: str) -> None:
         self._db.execute("DELETE FROM jobs WHERE name = ?", (job,))
         self._ledger = self._ledger.without_job(job)
+        key, meta = _ROLLED_BACK + job, dict(self._ledger.meta)
+        if meta.pop(key, None) is not None:
+            self._db.execute("DELETE FROM meta WHERE key = ?", (key,))
+            self._ledger = replace(self._ledger, meta=tuple(meta.items()))
 
     def _put_file(self, number: int, directory: str) -> None:
         self._db.execute("INSERT INTO files VALUES (?, ?)", (number, directory))

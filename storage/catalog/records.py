@@ -27,6 +27,18 @@ class StoredVersion:
     checksums: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """A roll-back by an operator: `step` became the newest one again. `name` is random and names this roll-back.
+
+    Other stores may have newer steps, which were made before it and which the operator has given up. Clients tell them
+    from later ones by the name, see trainer_client/run/rolled_back.py.
+    """
+
+    step: int
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
     """A job as the catalog has it. `versions` has the versions of each slab by the step that wrote them."""
@@ -36,6 +48,7 @@ class StoredJob:
     groups: tuple[GroupSpec, ...]
     commits: tuple[CommitRecord, ...]
     versions: Mapping[SlabKey, Mapping[int, StoredVersion]]
+    rolled_back: tuple[RolledBack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,20 @@ class BadExtent:
     extent: Extent
     reason: str
     found_at: float
+
+
+def rolled_back_to_text(marks: Sequence[RolledBack]) -> str:
+    """Return roll-backs as JSON: a list of [step, name]."""
+    return _json_list([mark.step, mark.name] for mark in marks)
+
+
+def rolled_back_from_text(text: str) -> tuple[RolledBack, ...]:
+    """Return the roll-backs that `rolled_back_to_text` made this text of.
+
+    Raises:
+        ValueError, TypeError: the text is not of that form.
+    """
+    return tuple(RolledBack(step, name) for step, name in json.loads(text))
 
 
 def parameters_to_text(parameters: Sequence[ParameterSpec]) -> str:

@@ -44,6 +44,7 @@ PLACES = (
     "zero-3 + everything host",
     "zero-3 + fractions",
     "zero-2 + optimizer host",
+    "zero-2",
 )
 TRAINING = "fp32, each micro-batch"
 KILLS_OF_ROUND = 5

@@ -147,8 +147,10 @@ def run_ends() -> None:
     for.
     """
     lanes = device_lanes.DeviceLanes(DEVICE)
-    source, home = torch.ones(NUMEL).pin_memory(), lanes.host_buffer(NUMEL, torch.float32)
-    whole, flat = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL))
+    source, last = (torch.ones(NUMEL).pin_memory() for _ in range(2))
+    home = lanes.host_buffer(NUMEL, torch.float32)
+    other_home = lanes.host_buffer(NUMEL, torch.float32)
+    whole, flat, other = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL, NUMEL))
 
     def begin_copies() -> None:
         with lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, own):
@@ -156,17 +158,29 @@ def run_ends() -> None:
         lanes.copy_in(flat, source.view(torch.uint8))
         lanes.copy_out([(home, flat)])
 
+    def copy_beside(check: Callable[[], None]) -> None:
+        with lanes.beside().copying(check):
+            other_home.copy_(flat, non_blocking=True)
+
+    def give_up() -> None:
+        raise ArithmeticError("the session was closed")
+
     def take_over() -> None:
-        for memory in (source, home):
+        for memory in (source, last, home, other_home):
             lag.host_access(memory, "the next owner of the lease", writes=True)
 
     with suppress(ArithmeticError), lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, _):
         gathered.mul_(2)
         raise ArithmeticError("a collective has failed")
     begin_copies()
+    copy_beside(lambda: None)
+    # No copy out follows this one, so nothing else orders what comes after all copies behind it.
+    lanes.copy_in(other, last.view(torch.uint8))
     lanes.after_copies(take_over)
     lanes.finish()
     begin_copies()
+    with suppress(ArithmeticError):
+        copy_beside(give_up)
     lanes.close()
     take_over()
 

@@ -46,6 +46,7 @@ KILLED = {
         training="fp32, each micro-batch", place="zero-3 + everything nvme", parts=[(1, STEPS)]
     ),
     "killed, 1 rank, fractions": Chain(training="bf16", place="zero-3 + fractions", parts=[(1, STEPS)]),
+    "killed, 1 rank, device": Chain(training="bf16", place="zero-2", parts=[(1, STEPS)]),
     "killed, 2 ranks, host": Chain(
         training="fp32, each micro-batch", place="zero-3 + everything host", parts=[(2, STEPS)]
     ),

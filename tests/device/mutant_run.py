@@ -6,6 +6,7 @@ plan's file: which program has found the mutant, and by what, or the results of 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -28,6 +29,9 @@ from tests.integration.support.training import Run
 from trainer_client.engine import Engine
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
+
+# A program that runs for longer hangs, and ends the process. On a busy machine one takes some 10 s.
+PROGRAM_SECONDS = 60.0
 
 # Each program runs under these. They matter for mutants that change bits; the device sees races without any lag.
 LATE = {"all late": Lateness(all_ms=20), "compute late": Lateness(compute_ms=300)}
@@ -129,6 +133,7 @@ ALONE = {
     "gradients on the device": _trained(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _trained(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
     "a forward without memory": _trained(_on("nvme"), _forward_without_memory),
+    "states on the device": _trained(_at("fp32, each micro-batch", "zero-2", 1)),
 }
 TOGETHER = {
     "nvme": _trained(_on("nvme", clipping=0.5)),
@@ -140,7 +145,7 @@ TOGETHER = {
 }
 
 
-def look(plan: Plan, rank: int, world_size: int) -> dict[str, Any]:
+def look(plan: Plan, world_size: int) -> dict[str, Any]:
     """Run the programs until one of them finds something, and return what was found."""
     programs = ALONE if world_size == 1 else TOGETHER
     results: dict[str, str] = {}
@@ -148,15 +153,18 @@ def look(plan: Plan, rank: int, world_size: int) -> dict[str, Any]:
         for schedule, late in LATE.items():
             if schedule != "all late" and not plan.expected:
                 continue
+            faulthandler.dump_traceback_later(PROGRAM_SECONDS, exit=True)
             result = program(late, plan.address, f"{plan.job} {name} {schedule}")
+            faulthandler.cancel_dump_traceback_later()
             races = [str(race) for race in lag.races()]
             lag.clear_races()
-            by = "race" if races else "bits" if plan.expected and plan.expected[name] != result else None
             if world_size > 1:
-                # Each rank sees its own races.
-                seen: list[str | None] = [None] * world_size
-                dist.all_gather_object(seen, by)
-                by = next(filter(None, seen), None)
+                # Each rank has losses of its own, and sees its own races.
+                seen: list[tuple[str, list[str]]] = [("", [])] * world_size
+                dist.all_gather_object(seen, (result, races))
+                result = " ".join(bits for bits, _ in seen)
+                races = [race for _, found in seen for race in found]
+            by = "race" if races else "bits" if plan.expected and plan.expected[name] != result else None
             if by is not None:
                 return {"found_by": name, "schedule": schedule, "as": by, "races": races[:1]}
             results[name] = result
@@ -171,7 +179,7 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,lag:lag")
     if plan.site is not None:
         mutation.apply(mutation.sites()[plan.site])
-    found = look(plan, rank, world_size)
+    found = look(plan, world_size)
     if rank == 0:
         Path(plan.result).write_text(json.dumps(found))
     # A mutant may have broken what the process does at its end, so it ends at once.

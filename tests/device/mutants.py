@@ -4,6 +4,9 @@
 process of its own, on one rank, and if none of them finds it, on two. A mutant is found if a program computes other
 bits, if the device sees a race, if it fails, or if it hangs.
 
+The right code takes the part of a mutant first. If something is found in it, the programs find everything, and the
+campaign ends with an error.
+
 Prints a table, or JSON with --json. The exit status is 1 if a mutant was not found that is not in HARMLESS.
 """
 
@@ -15,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,11 @@ from tests.device.mutant_run import Plan
 from tests.device.mutation import Site, sites
 from tests.integration.support.ranks import Launch
 
-# A program that runs for longer hangs. On a busy machine all programs of the right code take a third of it.
-HANG_SECONDS = 240.0
+# A process ends by itself if one of its programs hangs (PROGRAM_SECONDS). One that runs for longer than this hangs
+# elsewhere; on a busy machine all programs of the right code take 60 s.
+HANG_SECONDS = 400.0
+# The beginning of the text that a process prints which ends because a program hangs.
+HANGS = "Timeout ("
 # A mutant may break a store, so after so many of them there is a new one.
 MUTANTS_OF_STORE = 10
 
@@ -53,17 +59,19 @@ def run(plan: Plan, world_size: int, directory: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(result.read_text())
         return found
     error = next((line for line in reversed(output.splitlines()) if "Error" in line or "assert" in line), "")
-    return {"found_by": "its end", "schedule": "", "as": "hang" if is_late else "failure", "races": [error[:160]]}
+    return {
+        "found_by": "its end",
+        "schedule": "",
+        "as": "hang" if is_late or HANGS in output else "failure",
+        "races": [error[:160]],
+    }
 
 
 def judge(chosen: Sequence[Site], directory: Path, limit_seconds: float) -> list[dict[str, Any]]:
     """Run all chosen mutants, and return a row for each; no mutant begins after the limit."""
     every, began = sites(), time.monotonic()
     with store(directory) as daemon:
-        expected = {}
-        for ranks in (1, 2):
-            right = Plan(site=None, address=daemon.address, job=f"right {ranks}", result=str(directory / "result.json"))
-            expected[ranks] = run(right, ranks, directory)["results"]
+        expected = {ranks: _right_results(ranks, daemon.address, directory) for ranks in (1, 2)}
     rows: list[dict[str, Any]] = []
     for first in range(0, len(chosen), MUTANTS_OF_STORE):
         place = directory / f"{first}"
@@ -76,6 +84,20 @@ def judge(chosen: Sequence[Site], directory: Path, limit_seconds: float) -> list
                 rows.append(_judge_one(site, every.index(site), daemon.address, expected, place))
                 print(f"{len(rows)}/{len(chosen)} {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     return rows
+
+
+def _right_results(ranks: int, address: str, directory: Path) -> dict[str, str]:
+    """Return what the programs compute with the right code.
+
+    Raises:
+        RuntimeError: they compute something else the next time, or find a mistake in it.
+    """
+    right = Plan(site=None, address=address, job=f"right {ranks}", result=str(directory / "result.json"))
+    results: dict[str, str] = run(right, ranks, directory)["results"]
+    found = run(replace(right, job=f"right {ranks} again", expected=results), ranks, directory)
+    if found["found_by"] is not None:
+        raise RuntimeError(f"the right code on {ranks} ranks was taken for a mutant: {found}")
+    return results
 
 
 def _judge_one(

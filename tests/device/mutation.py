@@ -33,6 +33,7 @@ WAITS = {
     "_end_copy_out",
     "_keep_until",
     "_pay",
+    "_wait_until_copied",
     "_wait_until_filled",
     "_wait_until_gathered",
     "_wait_until_given",

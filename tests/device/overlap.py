@@ -3,7 +3,8 @@
 `python -m tests.device.overlap` prints JSON; `make bench-overlap` keeps it in benchmarks/RESULTS.md. Virtual time
 follows from the order of calls, streams and events alone, so the figures are the same on each machine.
 
-A GPT-2 of many small blocks trains with its states in the store. The kernels take the time that their products need at
+A GPT-2 of many small blocks trains with its states in the store, or with all of them on the device, from where each
+step's commit copies them. The kernels take the time that their products need at
 a set speed. The links are so fast that a step's computation takes RATIO times as long as its copies in one direction,
 for each of the ratios. The control is the same program with all lanes on the stream of the computation.
 """
@@ -29,13 +30,14 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
 from trainer_client.lanes import device_lanes
+from trainer_client.run.commits import Commits
 from trainer_client.step.training_step import TrainingStep
 
 LAYERS = 24
 STEPS = 4
 RATIOS = (4.0, 2.0, 1.25, 0.5)
 KERNEL_FLOPS_PER_SECOND = 1e12
-TIERS = {"nvme": "nvme", "host": "cpu"}
+TIERS = {"nvme": "nvme", "host": "cpu", "device": "none"}
 _COPIES = {"in": lag.Engine.TO_DEVICE, "out": lag.Engine.TO_HOST}
 
 
@@ -47,6 +49,23 @@ def on_one_stream() -> Iterator[None]:
         lane.stream = torch.accelerator.current_stream(device)
 
     with mock.patch.object(device_lanes.Lane, "__init__", share):
+        yield
+
+
+@contextmanager
+def waits_for_commits_counted() -> Iterator[None]:
+    """Have the wait for a commit of states on the device take virtual time.
+
+    A thread copies them and looks again and again whether that is done, which takes no virtual time. The trainer waits
+    for that thread before each step, at whose begin it reads a norm, so that all other work is done then, too.
+    """
+    wait = Commits.wait
+
+    def wait_for_device(commits: Commits) -> None:
+        wait(commits)
+        lag.synchronize()
+
+    with mock.patch.object(Commits, "wait", wait_for_device):
         yield
 
 
@@ -78,13 +97,15 @@ def spans_of(
 ) -> list[lag.Span]:
     """Train, and return the spans of the steps; a link without a speed takes no time."""
     spans: list[lag.Span] = []
+    is_on_device = run.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
 
     @contextmanager
     def meanwhile() -> Iterator[None]:
         lag.set_speed(lag.Engine.COMPUTE, flops_per_second=KERNEL_FLOPS_PER_SECOND)
         for name, engine in _COPIES.items():
             lag.set_speed(engine, bytes_per_second=link_bytes_per_second.get(name, 0.0))
-        with steps_recorded(spans), context():
+        counted = waits_for_commits_counted() if is_on_device else nullcontext()
+        with steps_recorded(spans), counted, context():
             yield
 
     deep = mock.patch.object(training, "GPT2Config", lambda **fields: GPT2Config(**fields | {"n_layer": LAYERS}))
@@ -128,7 +149,9 @@ def measure(directory: Path, ratios: Sequence[float] = RATIOS, tiers: Sequence[s
             compute = busy_seconds(unhurried, lag.Engine.COMPUTE)
             nbytes = {n: sum(s.nbytes for s in unhurried if s.engine is engine) for n, engine in _COPIES.items()}
             for ratio in ratios:
-                speeds = {name: nbytes[name] * ratio / compute for name in _COPIES}
+                # From a job without states in the store, the script's batches are all that is copied in.
+                timed = [name for name in _COPIES if tier != "device" or name == "out"]
+                speeds = {name: nbytes[name] * ratio / compute for name in timed}
                 found[f"{tier}, {ratio:g}"] = {
                     "tier": tier,
                     "ratio": ratio,

@@ -14,13 +14,25 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from paramserver.device_reads import find_hits
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.device import lag
 from tests.device.training_on_lanes import launch, train
 from tests.integration.support.daemon import Daemon, admin_of
-from tests.integration.support.training import MICRO_BATCH, Result, Run, assert_bit_equal, build_model, micro_batches
+from tests.integration.support.training import (
+    MICRO_BATCH,
+    Result,
+    Run,
+    assert_bit_equal,
+    build_model,
+    engine_config,
+    micro_batches,
+)
+from trainer_client.config.loading import load_config
 from trainer_client.engine import Engine
+from trainer_client.plan.device_copies import plan_copies
+from trainer_client.plan.layout import World, lay_out
 from trainer_client.transport.device_memory import DeviceMemory
 
 WHOLE = 1 << 24
@@ -132,15 +144,17 @@ def test_what_is_kept_changes_no_bit_at_any_budget_and_lag(trainer: Trainer, nam
     without, nothing = trainer.train(run, 0)
     assert nothing.hits + nothing.misses == 0
     assert_bit_equal(without, train_plain(run))
+    hits = []
     for budget in (PART[name], WHOLE):
         prompt, kept = trainer.train(run, budget)
         assert_bit_equal(prompt, without)
-        assert kept.hits > 0
-        assert (kept.demotions > 0) == (budget == PART[name])
+        hits.append(kept.hits)
         for schedule in LATE:
             late, counted = trainer.train(run, budget, schedule)
             assert_bit_equal(late, without)
             assert counted.hits > 0
+    assert kept.demotions == 0
+    assert 0 < hits[0] < hits[1]
 
 
 @pytest.mark.parametrize("schedule", SEEDS)
@@ -187,6 +201,40 @@ def between_steps(act: Callable[[Engine, int], None]) -> AbstractContextManager[
         return result
 
     return mock.patch.object(Engine, "step", step_and_act)
+
+
+@contextmanager
+def no_room_for_two_blocks() -> Iterator[list[int]]:
+    """Fail where the old and a smaller new memory are needed at once; add the sizes that were wanted to the list."""
+    resize, refused = DeviceMemory.resize, list[int]()
+
+    def resize_or_fail(memory: DeviceMemory, nbytes: int) -> None:
+        if 0 < nbytes < memory.nbytes:
+            refused.append(nbytes)
+            raise torch.OutOfMemoryError("there is no memory on this device")
+        resize(memory, nbytes)
+
+    with mock.patch.object(DeviceMemory, "resize", resize_or_fail):
+        yield refused
+
+
+def test_a_budget_shrinks_without_room_for_the_old_and_the_new_memory(trainer: Trainer) -> None:
+    run = Run(model="adapters", steps=4)
+    without, _ = trainer.train(run, 0)
+    hits: list[int] = []
+
+    def resize(engine: Engine, steps: int) -> None:
+        if steps == 2:
+            engine.set_gpu_budget(8 << 10)
+            assert trainer.tier().budget_bytes == 8 << 10
+            assert trainer.tier().used_bytes == 0
+        hits.append(trainer.tier().hits)
+
+    with no_room_for_two_blocks() as refused:
+        late, _ = trainer.train(run, WHOLE, "random", lambda: between_steps(resize))
+    assert refused == [8 << 10]
+    assert_bit_equal(late, without)
+    assert hits[3] > hits[2], "the smaller memory is used again"
 
 
 def test_the_budget_shrinks_and_grows_between_steps(trainer: Trainer) -> None:
@@ -263,6 +311,27 @@ def test_a_run_outlives_its_daemon_with_copies_on_the_device(tmp_path: Path) -> 
         for daemon in daemons:
             daemon.kill()
     assert_bit_equal(late, without)
+
+
+@pytest.mark.parametrize("name", ["frozen base", "gpt2, accumulation"])
+def test_a_plan_knows_which_reads_find_their_bytes_on_the_device(trainer: Trainer, name: str) -> None:
+    run = replace(RUNS[name], steps=4)
+    for budget in (PART[name], WHOLE):
+        counts: list[tuple[int, int]] = []
+
+        def count(_engine: Engine, _steps: int, counts: list[tuple[int, int]] = counts) -> None:
+            tier = trainer.tier()
+            counts.append((tier.hits, tier.hits + tier.misses))
+
+        job = trainer.run(run, budget)
+        train(job, "nothing late", lambda count=count: between_steps(count))  # type: ignore[misc]
+        config = load_config(engine_config(job) | {"optimizer": {"type": "AdamW"}}, {})
+        layout = lay_out(build_model(run).to("meta"), config, World(ranks=1))
+        planned = plan_copies(layout, budget, run.accumulation, find_hits)
+        # A call of `step` ends each micro-batch.
+        before, after = counts[-1 - run.accumulation], counts[-1]
+        assert (after[0] - before[0], after[1] - before[1]) == (planned.hits, planned.reads)
+        assert planned.nbytes <= budget
 
 
 def test_two_ranks_keep_their_own_partitions(trainer: Trainer, tmp_path: Path) -> None:

@@ -205,8 +205,10 @@ def test_a_part_of_the_matrix_has_the_same_bits_whatever_is_late(store: Daemon, 
     assert found["runs"] == {"2 ranks": 4 * len(PART)}
 
 
-def test_a_job_that_is_killed_under_late_copies_has_the_bits_of_one_that_is_not(store: Daemon, tmp_path: Path) -> None:
-    name = "killed, 1 rank, nvme"
+@pytest.mark.parametrize("name", ["killed, 1 rank, nvme", "killed, 1 rank, device"])
+def test_a_job_that_is_killed_under_late_copies_has_the_bits_of_one_that_is_not(
+    name: str, store: Daemon, tmp_path: Path
+) -> None:
     shown = matrix_chains.play(store.address, tmp_path, 0, 1, random.Random(1), [name])
     assert shown[name]["problems"] == []
     assert shown[name]["kills"] >= 1

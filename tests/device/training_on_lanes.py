@@ -27,7 +27,7 @@ from trainer_client.lanes.device_lanes import DeviceLanes
 from trainer_client.transport.pinning import DRIVERS, Driver, PinError
 
 # The lanes of a rank that can be late alone, and where DeviceLanes has them.
-LANES = {"in": "_in", "comm": "_comm", "out": "_out"}
+LANES = {"in": "_in", "comm": "_comm", "out": "_out", "beside": "_beside"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

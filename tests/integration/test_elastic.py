@@ -283,6 +283,18 @@ def test_a_job_moves_between_stores_and_what_it_left_behind_is_obsolete(stores: 
         assert_same_bits(after.before, before.after)
 
 
+def test_ranks_go_on_at_the_stores_of_other_ranks(stores: Stores, tmp_path: Path) -> None:
+    """The layout would fit, but each store has the part of another rank: first of the other one, then of both."""
+    first, second = stores.first.address, stores.second.address
+    here = Part(job="swapped", until=0, addresses=(first, second))
+    swapped, together = replace(here, addresses=(second, first)), replace(here, addresses=(first,), peers=(second,))
+    made = [launch([replace(p, until=n)], 2, tmp_path)[0] for n, p in enumerate((here, swapped, together), start=1)]
+
+    assert [part.resumed_step for part in made] == [0, 1, 2]
+    for before, after in itertools.pairwise(made):
+        assert_same_bits(after.before, before.after)
+
+
 def test_a_step_that_the_job_has_left_behind_is_not_gone_back_to(stores: Stores) -> None:
     first, second = stores.first.address, stores.second.address
     train_part(Part(job="obsolete", until=1, addresses=(second,)))

@@ -14,7 +14,7 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), f
 
 
 def test_its_scripts_run(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 3
+    assert len(SCRIPTS) == 5
     running = []
     for number, script in enumerate(SCRIPTS):
         directory = tmp_path / str(number)
@@ -38,4 +38,4 @@ def test_its_scripts_run(tmp_path: Path) -> None:
             process.kill()
     for number, process in enumerate(running):
         assert process.returncode == 0, printed[number]
-    assert "0.weight [256, 64] from element 0 on: 16384" in printed[2]
+    assert "0.weight [256, 64] from element 0 on: 16384" in printed[4]

@@ -54,7 +54,7 @@ def run_example(directory: Path) -> tuple[int, int, float]:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    resumed, steps, loss = result.stdout.split()
+    resumed, steps, loss = result.stdout.splitlines()[-1].split()
     return int(resumed), int(steps), float(loss)
 
 

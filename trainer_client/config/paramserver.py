@@ -24,6 +24,7 @@ from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED
 from paramserver.contract.replica_names import replicated_job
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
+from trainer_client.config.tiling import TilingSection
 from trainer_client.config.zero import Fraction
 from trainer_client.device import AUTO, check_setting, kind_of
 from trainer_client.section import Agreement, Section
@@ -224,6 +225,7 @@ class ParamserverSection(Section):
         "`rounded` to the dtype of the forward, as DeepSpeed's do",
     )
     units: UnitsSection = Field(default=UnitsSection(), description="what is gathered as a whole")
+    tiling: TilingSection = Field(default=TilingSection(), description="layers larger than the memory for them")
     gather: Literal["auto", "collective", "store"] = Field(
         default="auto",
         description="`collective`: all-gather between ranks; `store`: each rank reads all from its node's store",

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,8 +29,11 @@ from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
 from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import StoreError, TrainerClientError
+from trainer_client.run import rolled_back
+from trainer_client.run.rolled_back import RollBacks
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, CallCancelledError, Connection
+from trainer_client.store_client.types import StoredLayout
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS
 from trainer_client.transport.credentials import Credentials
 
@@ -143,7 +146,12 @@ class Follower:
         self._finish_at: float | None = None
         self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
         # A replica under a name of its own is no other program's, so steps that its job has left may be given up.
-        self._put_run = PutRun(self._holder, pace=Pace(order.bytes_a_second), gives_up_newer=order.held_as is not None)
+        self._put_run = PutRun(
+            self._holder,
+            pace=Pace(order.bytes_a_second),
+            gives_up_newer=order.held_as is not None,
+            rolled_back=self._ask_rolled_back,
+        )
 
     def finish(self) -> None:
         """Let `run` copy the newest step and return. Any thread may call this."""
@@ -211,13 +219,23 @@ class Follower:
 
     def _ask_newest(self) -> int | None:
         """Return the newest committed step; None if there is none or the daemon does not answer."""
-        call = Call(_GONE_SECONDS, _GONE_SECONDS)
         try:
-            listed = self._origin.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+            layouts = self._ask_layouts()
         except StoreError:
             return None
-        steps = [max(job.layouts[-1].steps) for job in listed.jobs if job.name == self._order.job and job.layouts]
-        return steps[0] if steps else None
+        return max(layouts[-1].steps) if layouts else None
+
+    def _ask_rolled_back(self) -> RollBacks:
+        """Return the roll-backs of the job by operators. It can raise StoreError."""
+        with StoredStep(self._origin, self._order.job) as newest:
+            named = rolled_back.of_states(newest.description.client_states)
+        return {**named, **rolled_back.of_layouts(map(StoredLayout.from_proto, self._ask_layouts()))}
+
+    def _ask_layouts(self) -> Sequence[pb.StoredLayout]:
+        """Return the layouts of the job that have committed steps, the newest one last. It can raise StoreError."""
+        call = Call(_GONE_SECONDS, _GONE_SECONDS)
+        listed = self._origin.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+        return next((job.layouts for job in listed.jobs if job.name == self._order.job), [])
 
     def _copy(self) -> None:
         """Copy the newest committed step. It can raise TrainerClientError."""

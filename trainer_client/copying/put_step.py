@@ -27,6 +27,8 @@ from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, St
 from trainer_client.copying.pace import Pace
 from trainer_client.copying.stored_step import StoredStep, digest_batches
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
+from trainer_client.run import rolled_back
+from trainer_client.run.rolled_back import RollBacks
 from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
@@ -124,7 +126,14 @@ class PutRun:
     the unfinished step.
     """
 
-    def __init__(self, target: Connection, *, pace: Pace | None = None, gives_up_newer: bool = False) -> None:
+    def __init__(
+        self,
+        target: Connection,
+        *,
+        pace: Pace | None = None,
+        gives_up_newer: bool = False,
+        rolled_back: Callable[[], RollBacks] = dict,
+    ) -> None:
         """Prepare a run, which opens the job with the first step that it puts.
 
         Args:
@@ -132,10 +141,13 @@ class PutRun:
             pace: the pace of what is sent; None: no limit.
             gives_up_newer: whether a step of the target that is as new as the source's, or newer, is rolled back if it
                 differs. The target has it when the job itself went back, or was laid out anew from an older step.
+            rolled_back: returns the roll-backs of the source's job by operators. A step of the target that they have
+                given up is rolled back in any case.
         """
         self.target = target
         self.pace = Pace() if pace is None else pace
         self.gives_up_newer = gives_up_newer
+        self.rolled_back = rolled_back
         # A session for each rank of the source; none before the first step.
         self.sessions: list[StoreSession] = []
         # The layout's name in the target, and the newest step there.
@@ -218,6 +230,8 @@ class _Putting:
             return self._result(wanted, same_bytes, resumed_bytes=0, durable=self._is_durable())
         self._report(same_bytes)
         resumed = self._begin(wanted) if last is None else set()
+        if last is None and self._goes_back_to == self._step.step.step:
+            return self._result(wanted, same_bytes, resumed_bytes=0, durable=self._is_durable())
         missing = [slab for slab in wanted if slab.key not in resumed]
         resumed_bytes = sum(slab.size_bytes for slab in wanted if slab.key in resumed)
         self._report(resumed_bytes)
@@ -266,8 +280,8 @@ class _Putting:
         present = stored.layouts[-1]
         self._run.newest = max(present.steps)
         self._run.is_same_layout = present.layout in (self._run.layout, self._run.layout or _UNNAMED_LAYOUT)
-        if self._run.gives_up_newer and self._run.newest >= wanted.step and not self._is_there():
-            self._goes_back_to = max((number for number in present.steps if number < wanted.step), default=None)
+        if self._run.newest >= wanted.step and (self._run.gives_up_newer or self._is_given_up(present)):
+            self._goes_back_to = self._find_way_back(present.steps)
         newest = self._run.newest if self._goes_back_to is None else self._goes_back_to
         if newest > wanted.step:
             raise CopyError(
@@ -286,12 +300,32 @@ class _Putting:
         self._run.layout = self._run.layout or _UNNAMED_LAYOUT
         return [slab for slab in self._step.slabs.values() if slab.version is not None]
 
-    def _is_there(self) -> bool:
-        """Return whether the target's newest step is this one, bit for bit."""
-        ours = self._step
-        if not self._run.is_same_layout or self._run.newest != ours.step.step:
+    def _is_given_up(self, present: pb.StoredLayout) -> bool:
+        """Return whether an operator has rolled the source's job back since the target's newest step was made."""
+        known = self._run.rolled_back()
+        if not known:
             return False
-        with StoredStep(self._target, ours.step.job) as theirs:
+        with StoredStep(self._target, self._step.step.job) as theirs:
+            made_after = {*rolled_back.of_states(theirs.description.client_states)}
+        made_after |= {mark.name for mark in present.rolled_back}
+        return rolled_back.went_back_to(known, max(present.steps), made_after) is not None
+
+    def _find_way_back(self, steps: Sequence[int]) -> int | None:
+        """Return the step to which the target is rolled back: this one, bit for bit, or else an older one.
+
+        Return None if this one is the target's newest step already, or if the target has neither.
+        """
+        wanted = self._step.step.step
+        if wanted in steps and self._is_there():
+            return None if wanted == self._run.newest else wanted
+        return max((number for number in steps if number < wanted), default=None)
+
+    def _is_there(self) -> bool:
+        """Return whether the target has this step, bit for bit. The target must have a step of the number."""
+        ours = self._step
+        if not self._run.is_same_layout:
+            return False
+        with StoredStep(self._target, ours.step.job, ours.step.step) as theirs:
             former = theirs.description
             is_alike = ours.has_groups_of(former) and dict(ours.client_states) == dict(former.client_states)
             return is_alike and not self._differing(theirs)

@@ -54,9 +54,11 @@ class Source(Protocol):
 
     Attributes:
         is_lasting: whether this rank can fill again by itself after the model's own memory was freed.
+        fills_ranges: whether the source needs no memory for values outside of the range that it fills.
     """
 
     is_lasting: bool
+    fills_ranges: bool
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
         """Fill `target` [n], fp32 on the CPU, with elements [offset, offset + n) of the flattened parameter.
@@ -111,6 +113,8 @@ class InitialValues:
         self._module_init = ModuleInit(model, param_init_fn, int(collectives.gather_rows(seed)[0]))
         self._fill_buffers(found)
         self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
+        # The parameter whose tiles are being staged, by its index, with its values if a source makes them as a whole.
+        self._staged: tuple[int, torch.Tensor] | None = None
 
     def stage(self, states: Sequence[GroupStates]) -> None:
         """Stage this rank's partitions as step 0, and free the model's own memory. All ranks must call this."""
@@ -121,13 +125,20 @@ class InitialValues:
                 values = partial(self._values, group)
                 # Values of rank 0's memory are kept until they are committed, because that memory is freed here.
                 is_lasting = all(self._sources[parameter.index].is_lasting for parameter in group.parameters)
-                state.hand_over(values(), step=0, again=values if is_lasting else None)
+                state.hand_over(values(), step=0, again=partial(self._values_again, group) if is_lasting else None)
                 state.refill()
                 group.take_over()
                 progress.advance(task, group.slot_table.numel * torch.float32.itemsize)
 
     def _values(self, group: FlatGroup) -> Mapping[Kind, torch.Tensor]:
         return dict.fromkeys(group.weight_kinds, self.partition(group))
+
+    def _values_again(self, group: FlatGroup) -> Mapping[Kind, torch.Tensor]:
+        """Return what `_values` returns, and keep nothing."""
+        try:
+            return self._values(group)
+        finally:
+            self._staged = None
 
     @torch.no_grad()
     def partition(self, group: FlatGroup) -> torch.Tensor:
@@ -140,8 +151,25 @@ class InitialValues:
         for slot, parameter in enumerate(group.parameters):
             shard = shards.get(slot)
             first, count, offset = (shard.partition_offset, shard.numel, shard.offset) if shard else (0, 0, 0)
-            self._sources[parameter.index].fill(partition[first : first + count], offset)
+            target = partition[first : first + count]
+            if parameter.tile_of is None or self._sources[parameter.index].fills_ranges:
+                self._sources[parameter.index].fill(target, offset)
+            else:
+                target.copy_(self._whole_of_tile(parameter)[offset : offset + count])
         return partition.to(group.dtype).float() if self._are_rounded else partition
+
+    def _whole_of_tile(self, tile: ModelParameter) -> torch.Tensor:
+        """Return all values of a tile's parameter, which are made once for all of its tiles. All ranks must call this.
+
+        They are kept until the last tile is staged.
+        """
+        if self._staged is None or self._staged[0] != tile.index:
+            self._staged = None
+            self._staged = (tile.index, self.whole(tile.whole))
+        values = self._staged[1]
+        if tile.is_last_tile:
+            self._staged = None
+        return values
 
     def whole(self, parameter: ModelParameter) -> torch.Tensor:
         """Return all values of a parameter, flattened, fp32 on the CPU. All ranks must call this."""
@@ -272,6 +300,7 @@ class _FromRank0:
     def __init__(self, parameter: ModelParameter, collectives: Collectives) -> None:
         self._parameter = parameter
         self._collectives = collectives
+        self.fills_ranges = collectives.world_size == 1
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
         collectives, tensor = self._collectives, self._parameter.tensor
@@ -287,6 +316,7 @@ class _FromRank0:
 
 class _FromRecipe:
     is_lasting = True
+    fills_ranges = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -298,6 +328,7 @@ class _FromRecipe:
 
 class _FromRecipeOfRank0:
     is_lasting = False
+    fills_ranges = False
 
     def __init__(self, tensor: torch.Tensor, collectives: Collectives) -> None:
         self._tensor = tensor
@@ -315,6 +346,7 @@ class _FromRecipeOfRank0:
 
 class _FromModule:
     is_lasting = True
+    fills_ranges = False
 
     def __init__(self, module_init: ModuleInit, parameter: ModelParameter) -> None:
         self._module_init = module_init
@@ -328,6 +360,7 @@ class _FromModule:
 
 class _FromFile:
     is_lasting = True
+    fills_ranges = True
 
     def __init__(self, stored: FileTensor, dtype: torch.dtype) -> None:
         self._stored = stored

@@ -3,12 +3,14 @@
 This module owns the streams, the staging memory on the device, and every tensor that a copy still reads. It must never
 make the host wait for the device, except where a bound or the caller asks for it.
 
-[Note: lanes] A rank on an accelerator gives its work to four queues, which run beside each other:
+[Note: lanes] A rank on an accelerator gives its work to five queues, which run beside each other:
 
 - compute: the caller's own stream, with forward and backward;
 - in: copies from host memory to the device, into staging slots;
 - comm: collectives, in the order of their calls;
-- out: copies of gradients and their norms from the device to host memory.
+- out: copies of gradients and their norms from the device to host memory;
+- beside: copies to host memory that another thread begins, of states whose home is the device. They have a queue of
+  their own, so that no gradient has to wait for them.
 
 Events order the queues, so the host does not wait and runs ahead of the device:
 
@@ -141,6 +143,28 @@ class CopyOut:
             act()
 
 
+class StatesOut:
+    """Copies to host memory that another thread than the trainer's begins, one thread at a time."""
+
+    def __init__(self, lane: Lane, ready: torch.Event) -> None:
+        """Begin no copy yet; `ready` is the event behind which the values are there."""
+        self._lane = lane
+        self._ready = ready
+
+    @contextmanager
+    def copying(self, check: Act) -> Iterator[None]:
+        self._lane.wait_for(self._ready)
+        with self._lane.stream:
+            yield
+        self._wait_until_copied(self._lane.mark(), check)
+
+    def _wait_until_copied(self, copied: torch.Event, check: Act) -> None:
+        # The thread looks again and again, because nothing ends a host's wait for an event that does not come.
+        while not copied.query():
+            check()
+            time.sleep(_POLL_SECONDS)
+
+
 class DeviceClock:
     """The times of a device's events as seconds of time.monotonic().
 
@@ -197,7 +221,7 @@ class DeviceLanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._in, self._comm, self._out = Lane(device), Lane(device), Lane(device)
+        self._in, self._comm, self._out, self._beside = (Lane(device) for _ in range(4))
         self._slots = deque(Slot(device, self._in) for _ in range(_SLOTS))
         self._after_in: deque[_Owed] = deque()
         self._copies_out: deque[CopyOut] = deque()
@@ -274,6 +298,9 @@ class DeviceLanes:
         self._out.wait_for(self._in.mark())
         self._copies_out.append(CopyOut(self, self._out.mark(), (), act))
 
+    def beside(self) -> StatesOut:
+        return StatesOut(self._beside, self._compute.record_event())
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
@@ -319,7 +346,7 @@ class DeviceLanes:
         deadline = time.monotonic() + _END_SECONDS
         # torch raises this if the device is lost. It copies nothing any more then.
         with suppress(RuntimeError):
-            events = [self._in.mark(), self._comm.mark(), self._out.mark()]
+            events = [self._in.mark(), self._comm.mark(), self._out.mark(), self._beside.mark()]
             while not (are_done := all(event.query() for event in events)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             # Threads of the session, which know these lanes, may end later. Two units of memory must not wait for them.

@@ -30,6 +30,16 @@ class Copy(Protocol):
         """Wait until the bytes are in host memory."""
 
 
+class CopiesBeside(Protocol):
+    """Copies from the device to host memory that another thread begins, while the caller's thread goes on."""
+
+    def copying(self, check: Act) -> AbstractContextManager[None]:
+        """Enclose copies that may be begun without waiting for each; the end of the context waits for all of them.
+
+        `check` is called again and again during that wait, and raises an exception if the wait is to end without them.
+        """
+
+
 class Lanes(Protocol):
     """The contract of the lanes between one rank's host memory and its device; see device_lanes.py [Note: lanes].
 
@@ -85,6 +95,12 @@ class Lanes(Protocol):
     def after_copies(self, act: Act) -> None:
         """Call `act` when all copies begun so far are done, in both directions: at once, or in a later call."""
 
+    def beside(self) -> CopiesBeside:
+        """Return the means to copy from the device on another thread, behind all that the current stream was given.
+
+        What is copied must not be written until the copies are done. Only one thread at a time may copy so.
+        """
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the host [numel] that `copy_out` can write to without waiting."""
 
@@ -122,6 +138,17 @@ class _Done:
 _DONE = _Done()
 
 
+class _CopiesAtOnce:
+    """Copies that are done when they are begun."""
+
+    @contextmanager
+    def copying(self, check: Act) -> Iterator[None]:
+        yield
+
+
+_AT_ONCE = _CopiesAtOnce()
+
+
 class HostLanes:
     """The lanes of a rank on the CPU: each copy is done at once, and each call is made at once."""
 
@@ -152,6 +179,9 @@ class HostLanes:
         return _DONE
 
     after_copies = after_copies_in
+
+    def beside(self) -> CopiesBeside:
+        return _AT_ONCE
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)

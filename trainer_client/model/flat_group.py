@@ -38,6 +38,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
 from trainer_client.model.slot_table import ShardRange, make_slot_table
+from trainer_client.model.whole import hide_whole, show_whole
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import SlabName
 from trainer_client.transport.shard_group_name import ShardGroupName
@@ -91,7 +92,9 @@ class FlatGroup:
         self.reduction_dtype = reduction_dtype or dtype
         self.trainable = trainable
         self.state_kinds = tuple(state_kinds) if trainable else ()
-        self.slot_table = make_slot_table([(p.fqn, p.shape.numel()) for p in parameters], world_size)
+        self.slot_table = make_slot_table(
+            [(p.fqn, p.shape.numel()) for p in parameters], world_size, [p.first for p in parameters]
+        )
         self.start, self.stop = self.slot_table.partition_range(rank)
         self.unit = unit
         self._gather_on_use: Callable[[ModelParameter, str], None] = _refuse
@@ -207,16 +210,27 @@ class FlatGroup:
             self.free()
             for parameter, part in zip(self.parameters, self._parts, strict=True):
                 show_part(parameter.tensor, part)
+                if parameter.is_last_tile:
+                    hide_whole(parameter.whole, self.dtype, self.device)
 
     @torch.no_grad()
     def give_up_parameters(self) -> None:
         """Leave the parameters to the user, in memory of their own on the CPU, uninitialised and in their dtype.
 
-        From now on only the flat buffer is allocated and freed.
+        Tiles have no memory then, and their parameter has that of its own. From now on only the flat buffer is
+        allocated and freed.
         """
-        self._point_to([torch.empty(parameter.shape, dtype=self.dtype) for parameter in self.parameters])
+        self._point_to(
+            [
+                torch.empty(parameter.shape, dtype=self.dtype) if parameter.tile_of is None else released
+                for parameter, released in zip(self.parameters, self._released, strict=True)
+            ]
+        )
         for parameter in self.parameters:
             hide_status(parameter.tensor)
+            if parameter.is_last_tile:
+                show_whole(parameter.whole, torch.empty(parameter.whole.shape, dtype=self.dtype))
+                hide_status(parameter.whole.tensor)
         self._has_parameters = False
 
     @torch.no_grad()

@@ -12,19 +12,33 @@ from trainer_client.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParameter:
-    """A parameter of the model.
+    """A parameter of the model, or a tile of one: some of its rows, which are a tensor of their own; see tiles.py.
 
     Attributes:
-        index: its number in the model's order, which includes frozen parameters.
-        fqn: its fully qualified name, as in `named_parameters()`.
+        index: its number in the model's order, which includes frozen parameters. A tile has that of its parameter.
+        fqn: its fully qualified name, as in `named_parameters()`. A tile has that of its parameter.
         tensor: the parameter itself. It keeps its shape while it is released, but has no memory then.
         shape: its shape.
+        first: the first element of the tile in the flattened parameter; 0 for a parameter.
+        tile_of: the parameter that this is a tile of; None if it is a parameter.
     """
 
     index: int
     fqn: str
     tensor: nn.Parameter
     shape: torch.Size
+    first: int = 0
+    tile_of: ModelParameter | None = None
+
+    @property
+    def whole(self) -> ModelParameter:
+        """The parameter that this is a tile of, or this parameter itself."""
+        return self.tile_of or self
+
+    @property
+    def is_last_tile(self) -> bool:
+        """Whether this is a tile with the last row of its parameter."""
+        return self.tile_of is not None and self.first + self.shape.numel() == self.tile_of.shape.numel()
 
 
 def list_parameters(model: nn.Module) -> list[ModelParameter]:

@@ -13,7 +13,7 @@ That takes at most 0.4 % of padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
@@ -26,11 +26,31 @@ PAGED_PARTITION = 256 * PAGE_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The place of a whole parameter in the flat buffer: its first element and how many it has."""
+    """The place of a parameter, or of a tile of one, in the flat buffer.
+
+    Attributes:
+        offset: its first element in the flat buffer.
+        numel: how many elements it has.
+        first: the element of the flattened parameter that lies at `offset`; 0 except for a tile.
+    """
 
     fqn: str
     offset: int
     numel: int
+    first: int = 0
+
+    def first_gap(self, held: Iterable[tuple[int, int]]) -> int | None:
+        """Return the first of its elements that no range has, as an element of the parameter; None if all are there.
+
+        Args:
+            held: ranges of the flattened parameter, as (first element, number of elements).
+        """
+        end = self.first
+        for first, count in sorted(held):
+            if first > end:
+                break
+            end = max(end, first + count)
+        return end if end < self.first + self.numel else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +112,7 @@ class SlotTable:
                     ShardRange(
                         slot=index,
                         fqn=slot.fqn,
-                        offset=first - slot.offset,
+                        offset=slot.first + first - slot.offset,
                         numel=last - first,
                         partition_offset=first - start,
                     )
@@ -102,18 +122,24 @@ class SlotTable:
     def whole(self) -> tuple[ShardRange, ...]:
         """Return all parameters as ranges of one partition, the whole flat buffer."""
         return tuple(
-            ShardRange(slot=index, fqn=slot.fqn, offset=0, numel=slot.numel, partition_offset=slot.offset)
+            ShardRange(slot=index, fqn=slot.fqn, offset=slot.first, numel=slot.numel, partition_offset=slot.offset)
             for index, slot in enumerate(self.slots)
             if slot.numel
         )
 
 
-def make_slot_table(sizes: Sequence[tuple[str, int]], world_size: int) -> SlotTable:
-    """Lay out parameters, given as (FQN, number of elements), one after the other; see [Note: flat groups]."""
+def make_slot_table(
+    sizes: Sequence[tuple[str, int]], world_size: int, firsts: Sequence[int] | None = None
+) -> SlotTable:
+    """Lay out parameters, given as (FQN, number of elements), one after the other; see [Note: flat groups].
+
+    Args:
+        firsts: for each of them the first element of the flattened parameter, if some are tiles; None: all are 0.
+    """
     slots = []
     offset = 0
-    for fqn, numel in sizes:
-        slots.append(Slot(fqn=fqn, offset=offset, numel=numel))
+    for (fqn, numel), first in zip(sizes, firsts or [0] * len(sizes), strict=True):
+        slots.append(Slot(fqn=fqn, offset=offset, numel=numel, first=first))
         offset += round_up(numel, ELEMENT_ALIGNMENT)
     # A partition has at least ELEMENT_ALIGNMENT elements, because a unit may have only parameters without elements.
     partition_numel = max(round_up(offset, ELEMENT_ALIGNMENT * world_size) // world_size, ELEMENT_ALIGNMENT)

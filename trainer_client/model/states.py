@@ -3,6 +3,13 @@
 Initial values, access between two steps and a resume in another layout read and write partitions here. A training step
 uses only those that live on the device. This module owns these tensors, and the knowledge which of them are newer than
 the store's.
+
+[Note: values that are copied later] The states that live on an accelerator are copied into the store's memory while the
+next step computes. Nothing reads them there before they are committed, and the trainer waits for the commit before its
+next update, or whatever else changes them. The script may change parameters that it always sees, at stages 0 to 2, at
+any moment, so these are copied from a copy on the device, which is freed as soon as it was read. If the device has no
+room for it, they are handed over at once, and so are parameters whose home is the store, because the next forward reads
+them there.
 """
 
 from __future__ import annotations
@@ -15,12 +22,13 @@ import torch
 
 from paramserver.contract.kinds import PARAM, Kind
 from trainer_client.config.home import Home
+from trainer_client.device import CPU
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import RankStore, Value
+from trainer_client.transport.rank_store import LaterValues, RankStore, Value
 
 
 class Placed(Protocol):
@@ -97,6 +105,12 @@ class PlacedStates:
         on_device = self.placement.parameters is Home.DEVICE and self.placement.optimizer is Home.DEVICE
         return self.group.trainable and not on_device
 
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether the store is given gradients of the group before the step is made."""
+        on_device = self.placement.gradients is Home.DEVICE and self.placement.optimizer is Home.DEVICE
+        return self.group.trainable and not on_device
+
     def read(self, kind: Kind) -> torch.Tensor:
         if kind in self.held:
             return self.held[kind][self._own].to("cpu", copy=True)
@@ -161,11 +175,27 @@ class PlacedStates:
         if parameters is not None:
             self._newer[PARAM] = parameters
 
-    def flush(self, step: int) -> None:
-        """Hand over the kinds whose values here are newer than the store's as the version of `step`."""
+    @torch.no_grad()
+    def flush(self, step: int) -> LaterValues | None:
+        """Hand over the kinds whose values here are newer than the store's as the version of `step`.
+
+        Return those which are not handed over yet, because the caller may do it while the next step computes; see
+        [Note: values that are copied later].
+        """
         newer, self._newer = self._newer, {}
-        if newer:
-            self._store.put(self._named(newer), step)
+        later = {kind: values for kind, values in newer.items() if kind in self.held and values.device.type != CPU}
+        unchanging = dict(later)
+        if PARAM in later and self.placement.residence is not Residence.SHARDED:
+            try:
+                unchanging[PARAM] = self._copy_on_device(later[PARAM])
+            except torch.OutOfMemoryError:
+                del later[PARAM], unchanging[PARAM]
+        if at_once := {kind: values for kind, values in newer.items() if kind not in later}:
+            self._store.put(self._named(at_once), step)
+        return LaterValues(values=self._named(unchanging), kept=self._named(later)) if later else None
+
+    def _copy_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
 
     def _read_stored(self, kind: Kind) -> torch.Tensor:
         with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):

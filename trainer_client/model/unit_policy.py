@@ -12,6 +12,7 @@ from trainer_client.config.paramserver import UnitsSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.leaves import is_leaf
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.tile import TileWeight
 
 UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
 """A function that returns the modules of a model that shall be units.
@@ -25,17 +26,21 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """A unit and the parameters that belong to it.
+    """A unit and the parameters that belong to it. Its forward is that of `module`, or of another of a tile's uses.
 
     Attributes:
         fqn: name of its module; "" is the root.
         module: its module.
         parameters: its parameters, in the model's order.
+        tile: the tile that the unit is; None if it is a unit of a module of the model.
+        other_uses: of a tile of a tied weight: the modules of its other uses.
     """
 
     fqn: str
     module: nn.Module
     parameters: tuple[ModelParameter, ...]
+    tile: TileWeight | None = None
+    other_uses: tuple[nn.Module, ...] = ()
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

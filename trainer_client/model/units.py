@@ -62,6 +62,8 @@ class Unit:
         index: number of the unit in the list of units; the root is 0.
         fqn: name of its module; "" is the root.
         module: its module.
+        uses: the modules whose forwards use it: `module`, and for a tile of a tied weight those of its other uses.
+        tile: the tile that it is; None if it is a unit of a module of the model.
         groups: its flat groups.
         state: what it holds just now.
         transient_host_bytes: how many bytes of the store's host memory are occupied only while leases on the unit's
@@ -83,6 +85,8 @@ class Unit:
         self.index = index
         self.fqn = spec.fqn
         self.module = spec.module
+        self.uses = (spec.module, *spec.other_uses)
+        self.tile = spec.tile
         self.groups = tuple(groups)
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather

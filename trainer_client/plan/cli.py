@@ -16,6 +16,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from torch import nn
 
+from paramserver.contract.device_reads import FindHits
 from paramserver.contract.printable import printable
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
@@ -123,7 +124,7 @@ def plan_job(
         published = None if node is None else find_node(node)
         ranks = nproc_per_node or (1 if published is None else published.gpus)
         found = _plan(
-            find_need=context.obj,
+            figures=context.obj,
             node=published,
             source=model,
             raw=_for_own_daemon(
@@ -158,18 +159,19 @@ def plan_job(
     raise typer.Exit(0 if found["fits"] else 3)
 
 
-def main(arguments: list[str], find_need: FindNeed) -> None:
+def main(arguments: list[str], find_need: FindNeed, find_hits: FindHits) -> None:
     """Run the verb with these arguments, and end the process with its exit status.
 
     Args:
         find_need: computes the bytes that a job takes of a store.
+        find_hits: says which reads of a rank find their bytes on its device.
     """
-    app(arguments, prog_name="paramserver plan", obj=find_need)
+    app(arguments, prog_name="paramserver plan", obj=(find_need, find_hits))
 
 
 def _plan(
     *,
-    find_need: FindNeed,
+    figures: tuple[FindNeed, FindHits],
     node: Node | None,
     source: str,
     raw: Mapping[str, Any],
@@ -192,6 +194,7 @@ def _plan(
         raise ConfigError(
             f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
         )
+    find_need, find_hits = figures
     builder = find_builder(source)
     shape = build(builder)
     sequence = tokens or _sequence(shape)
@@ -215,6 +218,7 @@ def _plan(
         rates_in=None if node is None else lambda other: _rates(node.rates(other), given),
         devices=1 if node is None else node.devices,
         find_need=find_need,
+        find_hits=find_hits,
         sequence=sequence,
         device=device,
         store_has_cores=device != "cpu",

@@ -21,6 +21,7 @@ from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.parameters import list_parameters
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
 from trainer_client.model.states import placement_bytes
+from trainer_client.model.tiling import Tiling
 from trainer_client.model.unit_policy import choose_policy, find_units
 from trainer_client.run.declaration import assign, flat_groups, open_request
 from trainer_client.step.precision import PrecisionPolicy
@@ -112,7 +113,9 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
     policy = PlacementPolicy.of(config)
     mark_configured_leaves(model, config.zero_optimization)
     precision.mark_reductions(model)
-    specs = find_units(model, parameters, choose_policy(section.units, None))
+    host_budget = int(section.host_budget)
+    tiling = Tiling.of(model, parameters, config, precision.dtype_of, host_bytes=host_budget, is_loud=False)
+    specs = tiling.cut(find_units(model, parameters, choose_policy(section.units, None)))
 
     def groups_of(rank: int) -> list[list[FlatGroup]]:
         size = world.size

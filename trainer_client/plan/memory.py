@@ -6,6 +6,7 @@ print.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from paramserver.contract.store_need import FindNeed, StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
+from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
 from trainer_client.plan.layout import Layout
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
@@ -116,7 +118,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    device: str, layout: Layout, config: TrainingConfig, rehearsal: Rehearsal, find_need: FindNeed
+    device: str,
+    layout: Layout,
+    config: TrainingConfig,
+    rehearsal: Rehearsal,
+    find_need: FindNeed,
+    copies: PlannedCopies = NO_COPIES,
 ) -> MemoryPlan:
     """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda"."""
     homes = layout.rank_bytes()
@@ -136,6 +143,7 @@ def plan_memory(
             + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else ""),
         ),
         Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
+        _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
         Line(
             what="update on the device",
             nbytes=_scratch(layout),
@@ -169,23 +177,29 @@ def plan_memory(
 def gradient_rule(layout: Layout, config: TrainingConfig, kept: Mapping[str, int]) -> GradientRule:
     """Return the rule that gives the bytes of gradients on a rank's device during backward, as in step/gradients.py."""
     several = layout.world.size > 1
-    trained = [planned for planned in layout.groups if planned.group.trainable]
+    at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several
+    group_of: dict[str, str] = {}
+    full: Counter[str] = Counter()
+    partition: Counter[str] = Counter()
+    for planned in layout.groups:
+        group = planned.group
+        if not group.trainable:
+            continue
+        # The rehearsal knows no tiles. A parameter's gradient counts for the group of its first tile, with the parts of
+        # all tiles.
+        for parameter in group.parameters:
+            group_of.setdefault(parameter.fqn, group.name)
+        name = group_of[group.parameters[0].fqn]
+        whole = group.slot_table.numel * group.gradient_dtype.itemsize if several else 0
+        full[name] = max(full[name], whole) if at_once else full[name] + whole
+        if planned.placement.gradients is Home.DEVICE:
+            partition[name] += group.slot_table.partition_numel * group.gradient_dtype.itemsize
     return GradientRule(
-        group_of={p.fqn: planned.group.name for planned in trained for p in planned.group.parameters},
-        full_bytes={
-            planned.group.name: planned.group.slot_table.numel * planned.group.gradient_dtype.itemsize if several else 0
-            for planned in trained
-        },
-        partition_bytes={
-            planned.group.name: (
-                planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
-                if planned.placement.gradients is Home.DEVICE
-                else 0
-            )
-            for planned in trained
-        },
+        group_of=group_of,
+        full_bytes=full,
+        partition_bytes=partition,
         kept_bytes=kept,
-        is_reduced_at_once=ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several,
+        is_reduced_at_once=at_once,
     )
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from paramserver.contract.device_reads import FindHits
 from paramserver.contract.durability import durable_every_steps, parse_durability
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
+from trainer_client.plan.device_copies import NO_COPIES, plan_copies
 from trainer_client.plan.layout import Layout, World, lay_out
 from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
@@ -41,6 +43,7 @@ class Job:
         overhead: the time of the library's own code.
         sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
+        find_need, find_hits: the store's figures, which only the daemon's side can compute.
         store_has_cores: whether the store has processors that the ranks do not use.
         optimizer_threads: the daemon's key of this name.
         devices: the number of NVMe devices of a node, each with a data file of the daemon.
@@ -55,6 +58,7 @@ class Job:
     capacities: Capacities
     rates: Rates
     find_need: FindNeed
+    find_hits: FindHits
     sequence: int
     device: str
     store_has_cores: bool
@@ -109,10 +113,14 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     batch = resolve_batch_sizes(config, world.size)
     layout = lay_out(model, config, world)
     rehearsal = job.rehearse(batch.micro, _compute_dtype(config))
-    memory = plan_memory(job.device, layout, config, rehearsal, job.find_need)
-    every = durable_every_steps(parse_durability(config.paramserver.durability))
     is_cpu = job.device == "cpu"
-    traffic = find_traffic(layout, memory, batch.accumulation, 1 / every if every else 0.0, is_cpu=is_cpu)
+    copies = NO_COPIES
+    if not is_cpu:
+        copies = plan_copies(layout, int(config.paramserver.gpu_budget), batch.accumulation, job.find_hits)
+    memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies)
+    every = durable_every_steps(parse_durability(config.paramserver.durability))
+    commits = 1 / every if every else 0.0
+    traffic = find_traffic(layout, memory, batch.accumulation, commits, copies, is_cpu=is_cpu)
     time = predict(
         layout,
         traffic,

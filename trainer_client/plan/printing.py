@@ -37,6 +37,11 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
         f"use, and {plan.time.traffic.states_hit:.0%} of the optimizer states on NVMe at their next update.",
         "The step neither evaluates, nor logs, nor waits for data.",
     ]
+    if plan.settings.paramserver.gpu_budget and device != "cpu":
+        lines.append(
+            f"{plan.time.traffic.device_hit:.0%} of the bytes of parameters that a rank reads are copies on its device "
+            "(paramserver.gpu_budget), which nothing has to move."
+        )
     if overhead.per_unit:
         lines.append(
             f"This library's code takes {overhead.per_unit * 1e3:.1f} ms for each unit besides forward and backward, "

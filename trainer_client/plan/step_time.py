@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trainer_client.config.home import Home
 from trainer_client.model.placement import Residence
+from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
 from trainer_client.plan.layout import Layout, PlannedGroup
 from trainer_client.plan.machine import Overhead, Rates
 from trainer_client.plan.memory import MemoryPlan
@@ -57,6 +58,7 @@ class Traffic:
         returned: the bytes of parameters at home on one rank's device that the store has updated, and that go back.
         hit: the fraction of passing parameters (those without a home in host memory) that is expected to stay there
             between two uses.
+        device_hit: the fraction of the bytes of parameters that a rank reads which it finds on its device.
         states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
             update.
     """
@@ -75,6 +77,7 @@ class Traffic:
     copied: int
     returned: int
     hit: float
+    device_hit: float
     states_hit: float
 
 
@@ -110,12 +113,19 @@ class StepTime:
 
 
 def find_traffic(
-    layout: Layout, memory: MemoryPlan, micro_batches: int, commits_per_step: float, *, is_cpu: bool
+    layout: Layout,
+    memory: MemoryPlan,
+    micro_batches: int,
+    commits_per_step: float,
+    copies: PlannedCopies = NO_COPIES,
+    *,
+    is_cpu: bool,
 ) -> Traffic:
     """Return the bytes that a step of `micro_batches` moves.
 
     Args:
         commits_per_step: the fraction of the steps after which the states on the device are handed to the store.
+        copies: the copies of parameters on a rank's device, whose reads move nothing.
     """
     ranks, several = layout.world.ranks, layout.world.size > 1
     # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
@@ -138,7 +148,7 @@ def find_traffic(
             leased = _leases(planned, uses, micro_batches, held, one_sided=one_sided) * (
                 group.whole_bytes if reads_all else group.partition_bytes
             )
-            to_rank += leased
+            to_rank += int(leased * (1.0 - copies.hit))
             # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
             may_map = reads_all and (placement.parameters is Home.HOST or not several)
             mapped += leased if may_map else 0
@@ -169,8 +179,8 @@ def find_traffic(
                 collectives += group.whole_bytes
                 calls += 1
             put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
-    uses = 2 * micro_batches
-    passing = int(uses * need.passing_bytes * (1.0 - hit)) if layout.residence is Residence.SHARDED else 0
+    fetched = (1.0 - hit) * (1.0 - copies.hit)
+    passing = int(2 * micro_batches * need.passing_bytes * fetched) if layout.residence is Residence.SHARDED else 0
     # An update makes a host copy of each state for which the host budget has room, and the next update works on that
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
@@ -194,6 +204,7 @@ def find_traffic(
         copied=copied,
         returned=returned,
         hit=hit,
+        device_hit=copies.hit,
         states_hit=states_hit,
     )
 
@@ -237,7 +248,8 @@ def predict(
 
     On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
     other with their computation and the library's code. If the ranks use all processors, the work of the store delays
-    them; see `delay_by_store`. A rank that hands states of its device to the store waits until they are written.
+    them; see `delay_by_store`. On the CPU, a rank that hands states of its own memory to the store waits until they are
+    written.
 
     Args:
         compute_seconds: the seconds of forward and backward of all micro-batches of the step on one rank.

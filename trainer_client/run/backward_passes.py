@@ -140,8 +140,8 @@ class BackwardPasses:
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
         is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
         if is_last and reduces:
-            # The store prepares one step at a time. By now it has made the last one, for which the forward has waited.
-            self._commits.wait()
+            # By now the store has made the last step, for which the forward has waited, unless copies take longer.
+            self._commits.make_way()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         return BackwardPlan(
             step=self._commits.next, reduces=reduces, is_last=is_last and reduces, gradient_factor=gradient_factor

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.errors import StoreError
+from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.states import PlacedStates
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.rank_store import RankStore
@@ -32,6 +33,7 @@ class Commits:
     Args:
         store: this rank's store.
         states: the states of all groups.
+        lanes: the copies between this rank's host memory and its device.
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
         handed_over: number of the first commit, if states are handed over for it already; None: they are not.
@@ -45,6 +47,7 @@ class Commits:
         self,
         store: RankStore,
         states: Sequence[PlacedStates],
+        lanes: Lanes,
         durability: str,
         *,
         newest: int | None,
@@ -58,6 +61,9 @@ class Commits:
         self._handed_over = handed_over
         self._store = store
         self._states = states
+        self._lanes = lanes
+        # Whether the store is given gradients in a backward pass, with which it prepares the next step.
+        self._prepares_steps = any(state.gives_gradients for state in states)
         self._pending: Pending[None] | None = None
         # The number of steps from one commit to the next; 0 if steps are not committed.
         self._interval = 1
@@ -111,7 +117,8 @@ class Commits:
     def begin(self, client_state: bytes) -> None:
         """Hand over the states that are newer on the device, and vote for the next commit.
 
-        It does not wait for that commit.
+        It does not wait for that commit. On an accelerator, the states are copied and the vote is given while the
+        caller goes on; see states.py [Note: values that are copied later].
 
         The commit includes all states that this rank has handed over since the last commit. The vote reports the last
         commit as settled: all ranks have it, because they meet between two commits.
@@ -119,9 +126,9 @@ class Commits:
         self.wait()
         self._meet()
         settled = 0 if self.newest is None else self.newest
-        for state in self._states:
-            state.flush(self.next)
-        self._pending = self._store.commit(self.next, client_state, settled)
+        later = [values for state in self._states if (values := state.flush(self.next)) is not None]
+        copying = self._lanes.beside().copying if later else None
+        self._pending = self._store.commit(self.next, client_state, settled, later, copying)
         self.newest, self._handed_over = self.next, None
         self._of_last_step = client_state
         self.is_behind = False
@@ -129,6 +136,14 @@ class Commits:
     def abandon(self) -> None:
         """Abandon the commit under way, because the session with the store is about to end."""
         self._pending = None
+
+    def make_way(self) -> None:
+        """Wait for the newest commit, if the store is given gradients of the next step before that step is made.
+
+        The store prepares one step at a time. It can raise StoreError.
+        """
+        if self._prepares_steps:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the newest commit is made, as durable as its durability class requires.

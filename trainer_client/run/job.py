@@ -26,6 +26,7 @@ from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
+from trainer_client.model.tiling import Tiling
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
@@ -36,6 +37,7 @@ from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
+from trainer_client.run.rolled_back import RollBacks
 from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
@@ -61,6 +63,7 @@ class Job:
     Attributes:
         units: the units of the model, the root first.
         states: this rank's partitions of all groups, in the order of the units.
+        tiling: the parameters that are cut into tiles, and the layers that compute with these.
         lanes: the copies between this rank's host memory and its device.
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
@@ -68,6 +71,7 @@ class Job:
         part: the number of this rank's store among those of the job, by the first rank of each.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
+        rolled_back: the roll-backs of the job by operators, see rolled_back.py.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
         layout: the name of the job's layout in the stores.
         device_copies: the memory of this rank's device that the store may use for copies of parameters.
@@ -99,7 +103,8 @@ class Job:
         placement = PlacementPolicy.of(settings)
         self.lanes = collectives.lanes
         self.gather = self._choose_gather(placement)
-        specs = find_units(user.module, user.parameters, unit_policy)
+        self.tiling = self._cut(user.module)
+        specs = self.tiling.cut(find_units(user.module, user.parameters, unit_policy))
         if collectives.device.type != CPU:
             self._require_device_memory(specs, placement)
         groups_of_units = [
@@ -137,21 +142,37 @@ class Job:
         # A replica may have a newer step than this store, for example if this node's state was lost.
         peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
         start = self._within_one_epoch(
-            lambda: find_start(section.job, layout, opened.layouts, groups, store, peers, collectives)
+            lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
         )
         self.resumed_step = None if start is None else start.step
+        self.rolled_back: RollBacks = {} if start is None else start.rolled_back
         self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
         self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
         if self.resumed_state is not None:
             load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
+        self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
         most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
         self.device_copies = DeviceCopies(store, self.lanes, collectives.device, most_bytes)
         self.device_copies.offer(section.gpu_budget)
 
     def _bytes_of_copies(self, groups: Sequence[FlatGroup], placed: Mapping[str, GroupPlacement]) -> int:
         return bytes_of_copies(groups, placed, self._collectives.world_size if self.gather.is_one_sided else 1)
+
+    def _cut(self, model: nn.Module) -> Tiling:
+        """Return the tiles that the config asks for, the same on all ranks. All ranks must call this."""
+        budget = self._store.arena_bytes
+        if self._settings.paramserver.tiling.largest_tile == "auto":
+            budget = int(self._collectives.gather_rows(torch.tensor([budget]), "the cut of large layers").min())
+        return Tiling.of(
+            model,
+            self._parameters,
+            self._settings,
+            self._policy.dtype_of,
+            host_bytes=budget,
+            is_loud=self._collectives.rank == 0,
+        )
 
     def _within_one_epoch(self, act: Callable[[], T]) -> T:
         """Return the result of `act`, during which no daemon of a rank was restarted. All ranks must call this.

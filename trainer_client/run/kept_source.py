@@ -119,7 +119,7 @@ def find_source(
             f"{kept}, and holds another model: {_listed(differences)}; load it into that model, or give "
             "load_module_strict=False to load what fits",
         )
-    if len(source.missing) == sum(len(group.parameters) for group in groups):
+    if len(source.missing) == len({parameter.fqn for group in groups for parameter in group.parameters}):
         raise OtherModelError(
             grpc.StatusCode.FAILED_PRECONDITION, f"{kept}, and has no parameter of this model: {_listed(differences)}"
         )
@@ -167,8 +167,8 @@ def _compare(
             stored = tensors.get(parameter.fqn)
             if stored is None:
                 differences.append(f"parameter {parameter.fqn!r} is not in the step")
-            elif stored[0].shape != tuple(parameter.shape):
-                shapes = f"{list(stored[0].shape)} in the step and {list(parameter.shape)} in this model"
+            elif stored[0].shape != tuple(parameter.whole.shape):
+                shapes = f"{list(stored[0].shape)} in the step and {list(parameter.whole.shape)} in this model"
                 differences.append(f"parameter {parameter.fqn!r} has shape {shapes}")
             else:
                 places[parameter.fqn] = stored[0].index
@@ -197,13 +197,9 @@ def _lacking(
     """Return a text that names the first range of a parameter that no store has; None if the stores have all ranges."""
     for group in groups:
         for slot in group.slot_table.slots:
-            end = 0
-            for first, count in sorted(held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held):
-                if first > end:
-                    break
-                end = max(end, first + count)
-            if end < slot.numel and slot.fqn not in missing:
-                return f"elements of {slot.fqn!r} from {end} of {slot.numel} on"
+            held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
+            if slot.fqn not in missing and (lacking := slot.first_gap(held)) is not None:
+                return f"elements of {slot.fqn!r} from {lacking} of {slot.first + slot.numel} on"
     return None
 
 

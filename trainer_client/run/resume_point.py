@@ -4,12 +4,12 @@
 the dtypes and the set of trainable parameters. Each run that makes a layout gives it a unique name: a fingerprint of
 the shards and a nonce. A run finds one of two cases:
 
-- All stores have the same layout. Then all runs since that layout was made have used these stores together, so a step
-  that all of them have is one consistent step.
+- All stores have the same layout, and each rank's store has the part of that rank. Then all runs since that layout was
+  made have used these stores together, so a step that all of them have is one consistent step.
 - The stores have different layouts, because nodes left or came, or a run crashed when only some stores had committed a
-  new layout. Then all stores are asked which elements they have. The run resumes from the newest step of which, in one
-  layout, every element is on some store, and fills a new layout from it. No stored bytes are changed before the new
-  layout is committed on all stores.
+  new layout. Or a rank was started at another rank's store, because its own was lost. Then all stores are asked which
+  elements they have. The run resumes from the newest step of which, in one layout, every element is on some store, and
+  fills a new layout from it. No stored bytes are changed before the new layout is committed on all stores.
 
 An older step must not be chosen only because a store is missing. This is prevented by a rule of the stores: each keeps
 its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
@@ -24,8 +24,8 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -34,14 +34,15 @@ from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD
 from paramserver.contract.replica_names import replicated_job
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.errors import ClientStateError, JobConflictError, TrainerClientError
+from trainer_client.errors import ClientStateError, JobConflictError, StoreError, TrainerClientError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.run import client_state
+from trainer_client.run import client_state, rolled_back
 from trainer_client.run.imported import adapt, is_imported
 from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
+from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
 from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
@@ -60,6 +61,7 @@ class Start:
         step: number of the step.
         fits: whether this run's own stores have the step in the layout that this run would make, so that it can be used
             in place.
+        rolled_back: the roll-backs of the job by operators, see rolled_back.py. The commits of the run name them.
         stores: the stores that have parts of the step; empty if it fits.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
         keeps_groups: whether optimizer and trainable parameters are those with which the step was made. If not, the
@@ -69,6 +71,7 @@ class Start:
     layout: str
     step: int
     fits: bool
+    rolled_back: Mapping[str, int] = field(default_factory=dict)
     stores: tuple[StoreAddress, ...] = ()
     fresh: frozenset[str] = frozenset()
     keeps_groups: bool = True
@@ -76,27 +79,34 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """The layouts of the job that a store has, the oldest first."""
+    """The layouts of the job that a store has, the oldest first.
+
+    Attributes:
+        own_steps: the steps of the newest layout of which the store has the part of the rank that made this view; empty
+            in a view of a peer.
+        rolled_back: the roll-backs that the store has recorded, or that its newest commits name.
+    """
 
     store: StoreAddress
     layouts: tuple[StoredLayout, ...]
+    own_steps: tuple[int, ...] = ()
+    rolled_back: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, layout: str) -> bool:
         """Return whether the store has steps in that layout."""
         return any(stored.name == layout for stored in self.layouts)
 
     def to_json(self) -> bytes:
-        return json.dumps([asdict(self.store), [asdict(layout) for layout in self.layouts]]).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> _View:
-        store, layouts = json.loads(text)
+        view = json.loads(text)
         return cls(
-            store=StoreAddress(**store),
-            layouts=tuple(
-                StoredLayout(name=item["name"], world_size=item["world_size"], steps=tuple(item["steps"]))
-                for item in layouts
-            ),
+            store=StoreAddress(**view["store"]),
+            layouts=tuple(StoredLayout(**layout | {"steps": tuple(layout["steps"])}) for layout in view["layouts"]),
+            own_steps=tuple(view["own_steps"]),
+            rolled_back=view["rolled_back"],
         )
 
 
@@ -106,7 +116,11 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
         [
             group.name_of(0),
             group.slot_table.partition_numel,
-            [[slot.fqn, slot.offset, slot.numel] for slot in group.slot_table.slots],
+            [
+                # The first element is left out if it is 0, so that layouts without tiles keep their names.
+                [slot.fqn, slot.offset, slot.numel, *([slot.first] if slot.first else [])]
+                for slot in group.slot_table.slots
+            ],
             [[int(kind), WIRE_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, GRAD)],
         ]
         for group in groups
@@ -119,7 +133,7 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
 def find_start(
     job: str,
     layout: str,
-    stored: Iterable[pb.StoredLayout],
+    opened: pb.OpenJobResponse,
     groups: Sequence[FlatGroup],
     store: RankStore,
     peers: Iterable[str],
@@ -130,7 +144,7 @@ def find_start(
     Args:
         job: name of the job.
         layout: name of the layout that this run would make.
-        stored: the layouts of the job that this rank's store has.
+        opened: the layouts and steps of the job that this rank's store has.
         groups: the flat groups of the model.
         store: this rank's store.
         peers: addresses of further stores that may have parts of the job.
@@ -140,13 +154,21 @@ def find_start(
         JobConflictError: there are committed steps, but the stores have all elements of none of them; the message names
             what is missing.
     """
+    layouts = tuple(StoredLayout.from_proto(message) for message in opened.layouts)
+    newest = opened.committed[-1].client_state if opened.committed else b""
     view = _View(
         store=StoreAddress(address=store.address, epoch=store.epoch),
-        layouts=tuple(StoredLayout.from_proto(message) for message in stored),
+        layouts=layouts,
+        # A rank commits its client state together with its shards, so a store without the one has none of the other.
+        own_steps=tuple(commit.step for commit in opened.committed if commit.client_state),
+        rolled_back={**rolled_back.of_layouts(layouts), **rolled_back.of_state(newest)},
     )
     views = [_View.from_json(text) for text in collectives.gather_bytes(view.to_json())]
     step = _common_step(views, layout)
-    fitting = None if step is None else Start(layout=views[0].layouts[-1].name, step=step, fits=True)
+    fitting = None
+    if step is not None:
+        known = {name: to for view in views for name, to in view.rolled_back.items()}
+        fitting = Start(layout=views[0].layouts[-1].name, step=step, fits=True, rolled_back=known)
     peers = tuple(peers)
     if fitting is not None and not peers:
         return fitting
@@ -164,7 +186,7 @@ def find_start(
         return None
     start = dict(found["start"])
     if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
-        return fitting
+        return replace(fitting, rolled_back=start["rolled_back"])
     stores = [StoreAddress(**item) for item in start.pop("stores")]
     # A rank's own store comes first, so that the rank reads from it all elements that it has. The daemon at its address
     # may be restarted before that, and has another epoch then.
@@ -218,9 +240,9 @@ def _names_by_index(stored_step: StoredStep) -> dict[int, str]:
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:
-    """Return the newest step that every store has, if all stores have the same layout and that is cut like `layout`.
+    """Return the newest step of which every rank's store has the rank's part, in one layout that is cut like `layout`.
 
-    Return None otherwise.
+    Return None if there is no such step.
     """
     if not all(view.layouts for view in views):
         return None
@@ -228,7 +250,7 @@ def _common_step(views: Sequence[_View], layout: str) -> int | None:
     names = {stored.name for stored in newest}
     if len(names) > 1 or names.pop().partition("-")[0] != layout.partition("-")[0]:
         return None
-    return max(set.intersection(*(set(stored.steps) for stored in newest)), default=None)
+    return max(set.intersection(*(set(view.own_steps) for view in views)), default=None)
 
 
 class _Search:
@@ -245,6 +267,7 @@ class _Search:
         self._problems: list[str] = []
         for address in peers:
             self._add_peer(address)
+        self._rolled_back = {name: to for view in self._views.values() for name, to in view.rolled_back.items()}
 
     def run(self) -> Start | None:
         """Return the step; None if no store has any step. Raise JobConflictError if every step lacks elements."""
@@ -255,14 +278,15 @@ class _Search:
                     steps.setdefault((step, stored.name), []).append(view)
         newer: list[tuple[_View, int]] = []
         for step, layout in sorted(steps, reverse=True):
-            stores, tensors = self._ask(layout, step, [view.store for view in steps[step, layout]])
+            holders = steps[step, layout]
+            stores, tensors = self._ask(layout, step, holders)
             missing = self._missing(tensors)
             # `lost` has the stores that show that this step is obsolete; see [Note: layouts]. The first commit of a
             # layout, one above the step that it was filled from, has the same values and is not treated as newer.
             lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
             if missing is None and not lost:
                 return self._start(layout, step, stores, tensors)
-            newer += [(view, step) for view in steps[step, layout]]
+            newer += [(view, step) for view in holders]
             self._problems.append(
                 f"step {step} is whole, but older than what {', '.join(lost)} has"
                 if missing is None
@@ -282,47 +306,78 @@ class _Search:
         try:
             with connect(StoreAddress(address=address), self._credentials) as client:
                 store = StoreAddress(address=address, epoch=client.epoch)
-                stored = client.list_jobs()
+                layouts = {job.name: job.layouts for job in client.list_jobs()}
+                found = {(store.epoch, ""): self._view_of(client, store, layouts.get(self._job, ()))}
+                for name, held in layouts.items():
+                    if replicated_job(name) == self._job:
+                        found[store.epoch, name] = self._view_of(client, replace(store, held_as=name), held)
         except TrainerClientError as error:
             self._problems.append(f"{address}: {error}")
             return
-        layouts = {job.name: job.layouts for job in stored}
-        self._views.setdefault((store.epoch, ""), _View(store=store, layouts=layouts.get(self._job, ())))
-        for name, held in layouts.items():
-            if replicated_job(name) == self._job:
-                self._views[store.epoch, name] = _View(store=replace(store, held_as=name), layouts=held)
+        for key, view in found.items():
+            # The view of a rank's own store is known already.
+            self._views.setdefault(key, view)
+
+    def _view_of(self, client: StoreClientSync, store: StoreAddress, layouts: Sequence[StoredLayout]) -> _View:
+        """Return the view of a peer. It can raise StoreError."""
+        named = rolled_back.of_layouts(layouts)
+        for layout in layouts:
+            # A follower may have put a newer step there since the peer listed this one. A peer that refuses readers,
+            # for example for want of room, still shows which steps it has.
+            with (
+                suppress(StoreError),
+                client.read_layout(store.held_as or self._job, layout.name, max(layout.steps)) as reader,
+            ):
+                named |= rolled_back.of_step(reader)
+        return _View(store=store, layouts=tuple(layouts), rolled_back=named)
 
     def _ask(
-        self, layout: str, step: int, stores: Iterable[StoreAddress]
+        self, layout: str, step: int, holders: list[_View]
     ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]]]:
-        """Return the reachable stores that have the step, and their parts of each tensor, by the tensor's name."""
+        """Return the reachable stores that have the step, and their parts of each tensor, by the tensor's name.
+
+        A store whose step was given up by an operator's roll-back is removed from `holders`.
+        """
         reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
         with ExitStack() as parts:
-            for store in stores:
+            for view in list(holders):
+                store = view.store
                 try:
                     client = connect(store, self._credentials)
                     part = StepPart(client, store.held_as or self._job, layout, step)
+                    parts.callback(part.close)
+                    back = self._went_back_to(view, layout, step, part)
                 except TrainerClientError as error:
                     self._problems.append(f"{store.address}: {error}")
                     continue
-                parts.callback(part.close)
+                if back is not None:
+                    holders.remove(view)
+                    self._problems.append(
+                        f"step {step} at {store.address} was given up: an operator rolled the job back to step {back}"
+                    )
+                    continue
                 reached.append(store)
                 for fqn, tensor in part.tensors.items():
                     tensors.setdefault(fqn, []).append(tensor)
         return reached, tensors
 
+    def _went_back_to(self, view: _View, layout: str, step: int, part: StepPart) -> int | None:
+        """Return the step to which an operator rolled the job back after this step was made; None if there is none."""
+        if not self._rolled_back:
+            return None
+        # A store discards newer steps when it is rolled back, so what it has of them was made later.
+        (stored,) = (one for one in view.layouts if one.name == layout)
+        made_after = {*stored.rolled_back, *rolled_back.of_step(part.reader)}
+        return rolled_back.went_back_to(self._rolled_back, step, made_after)
+
     def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
         """Return a text that names the first range of a parameter that no store has; None if nothing is missing."""
         for group in self._groups:
             for slot in group.slot_table.slots:
-                end = 0
-                for first, count in sorted(held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held):
-                    if first > end:
-                        break
-                    end = max(end, first + count)
-                if end < slot.numel:
-                    return f"elements of {slot.fqn!r} from {end} of {slot.numel} on"
+                held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
+                if (lacking := slot.first_gap(held)) is not None:
+                    return f"elements of {slot.fqn!r} from {lacking} of {slot.first + slot.numel} on"
         return None
 
     def _start(
@@ -342,6 +397,7 @@ class _Search:
             layout=layout,
             step=step,
             fits=False,
+            rolled_back=self._rolled_back,
             stores=tuple(stores),
             fresh=frozenset(fresh),
             keeps_groups=not other,

@@ -17,6 +17,7 @@ from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.rolled_back import RollBacks
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
@@ -47,6 +48,7 @@ class RunState:
 
     Args:
         made_with: the record of this run; None: the commits of another rank carry it.
+        rolled_back: the roll-backs by operators before this run, see rolled_back.py.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RunState:
         device: torch.device,
         plain: PlainState,
         made_with: MadeWith | None,
+        rolled_back: RollBacks,
     ) -> None:
         """Join the parts; `made_with` is None on all ranks but rank 0, whose commits carry it."""
         self._step = step
@@ -73,6 +76,7 @@ class RunState:
         self._data = data
         self._device = device
         self._plain = plain
+        self._rolled_back = dict(rolled_back)
         self._made_with = made_with
         # The text is made once, because every commit carries it.
         self._made_with_text = None if made_with is None else made_with.encode()
@@ -106,6 +110,7 @@ class RunState:
                 "user": user,
                 "made_at": time.time(),
                 "made_with": self._made_with_text,
+                "rolled_back": self._rolled_back,
             }
         )
 

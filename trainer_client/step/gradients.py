@@ -121,6 +121,11 @@ class GradientGroup:
         self._reduced = False
 
     @property
+    def is_tile(self) -> bool:
+        """Whether the group is a tile, and so has a part of its parameter's gradient."""
+        return any(parameter.tile_of is not None for parameter in self.flat_group.parameters)
+
+    @property
     def is_dirty(self) -> bool:
         """Whether gradients wait for a reduction."""
         return bool(self._unreduced)
@@ -603,7 +608,8 @@ class Gradients:
                 continue
             indices, values = group.norms()
             group.park()
-            norms[indices] = values
+            # Several tiles of a parameter are in groups of their own, and so each group has a part of its norm.
+            norms[indices] = torch.hypot(norms[indices], values) if group.is_tile else values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
         rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm")

@@ -25,6 +25,12 @@ external to the first unit. The other unit, its owner, is gathered at once, and 
 needs it, and again as long as its backward does. A unit that returns its parameters, or views of them, to its caller is
 held for the caller in the same way. The hooks remember the owners until the step ends.
 
+[Note: uses of tiles] A tile of a tied weight has several uses, in modules of their own (model/tile.py). The backward of
+each use ends by itself: the tile is released then, and its gradient is reduced, because between the uses all other
+tiles of the layer are used, and this rank would hold the whole layer or its whole gradient. So records of forwards, and
+places in the order of reductions, belong to a use, which is called a slot here. An early update begins after the last
+use. Units of modules have one use.
+
 [Note: hooks and torch.func] The backward pass of torch.func.grad, vjp or jacrev belongs to the transform, whose tensors
 have no storage. So the hooks do not watch them, and that pass is no backward pass of the engine. A unit whose forward
 runs within a transform stays gathered until the next pass or step of the engine ends, because the transform's backward
@@ -179,13 +185,21 @@ class UnitHooks:
         # about to accumulate.
         self._in_backward: set[int] = set()
         self._almost_over: set[int] = set()
-        # For each unit, a record of each of its forwards whose backward is not over; and of these the ones that the
-        # outermost forward under way has made, with the indices of their units.
-        self._open: list[set[object]] = [set() for _ in units]
+        # The slots of each unit, one for each of its uses, and the unit of each slot. The slot of a unit's first use is
+        # the unit's index; see [Note: uses of tiles].
+        self._slots: list[list[int]] = [[unit.index] for unit in units]
+        self._unit_of: list[Unit] = list(units)
+        for unit in units:
+            for _ in unit.uses[1:]:
+                self._slots[unit.index].append(len(self._unit_of))
+                self._unit_of.append(unit)
+        # For each slot, a record of each of its forwards whose backward is not over; and of these the ones that the
+        # outermost forward under way has made, with their slots.
+        self._open: list[set[object]] = [set() for _ in self._unit_of]
         self._records: list[tuple[int, object]] = []
         # The state before the last outermost forward; None if that forward cannot be undone any more.
         self._before: _Before | None = None
-        # The units in the order of their first use since the last backward.
+        # The slots in the order of their first use since the last backward.
         self._used: dict[int, None] = {}
         self._gradient_hooks: list[RemovableHandle] = []
         self._module_hooks: list[RemovableHandle] = []
@@ -199,8 +213,11 @@ class UnitHooks:
         """Register the hooks on the model. Those on its modules stay until `give_up_model`."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
-            inside.update(unit.module.modules())
-            self._hook(unit.module, unit, partial(self._before_unit, unit), partial(self._after_unit, unit))
+            for slot, module in zip(self._slots[unit.index], unit.uses, strict=True):
+                inside.update(module.modules())
+                self._hook(
+                    module, unit, partial(self._before_unit, unit, slot), partial(self._after_unit, unit), slot=slot
+                )
         for module in self._root.module.modules():
             if module is self._root.module:
                 self._hook(module, self._root, self._before_root, partial(self._after_unit, self._root))
@@ -221,6 +238,12 @@ class UnitHooks:
         """
         owner = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
         if owner is None:
+            tiles = (tile for unit in self._units if unit.tile for group in unit.groups for tile in group.parameters)
+            if (tile := next((tile for tile in tiles if tile.whole.tensor is parameter), None)) is not None:
+                raise ConfigError(
+                    f"parameter {tile.fqn} is never whole, because paramserver.tiling cuts it into tiles, so it cannot "
+                    "be registered as an external parameter: add its name to paramserver.tiling.exclude"
+                )
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
         # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
         user_unit = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
@@ -237,16 +260,16 @@ class UnitHooks:
         self._plan = plan
         self._is_users = False
         self._gradients.begin_backward(reduces=plan.reduces, is_last=plan.is_last)
-        self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
+        self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._unit_of[i])])
         self._residency.pause()
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
         """Reduce what is left and release all units, because autograd is done. All ranks must call this."""
-        for index in self._reduction_order.finish():
-            self._reduce(index)
+        for slot in self._reduction_order.finish():
+            self._reduce(slot)
         self._end_uses(keep=True)
-        self._used = {index: None for index in self._used if self._open[index]}
+        self._used = {slot: None for slot in self._used if self._open[slot]}
         self._gradients.finish_backward(self._plan.step)
         self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
@@ -347,9 +370,10 @@ class UnitHooks:
         self._phases.enter(Verb.BEGIN_STEP)
         self._lanes.finish_copies_in()
         self._end_uses(keep=False)
-        for index in range(len(self._units)):
-            self._open[index].clear()
-            self._owners_in_use[index].clear()
+        for records in self._open:
+            records.clear()
+        for owners in self._owners_in_use:
+            owners.clear()
         self._used.clear()
 
     def finish_step(self) -> None:
@@ -370,12 +394,14 @@ class UnitHooks:
         unit: Unit,
         before: Callable[[Any, Any], Any] | None,
         after: Callable[[_Frame, Any], None] | None,
+        *,
+        slot: int = 0,
     ) -> None:
-        """Have `before` and `after` called around the module's forward, and note it as a forward of `unit`."""
+        """Have `before` and `after` called around the module's forward, and note it as a use of `unit` in `slot`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
             with _outside_of_transforms():
-                self._enter(unit, module)
+                self._enter(unit, module, slot)
             return before(args, kwargs) if before is not None else None
 
         def finish(_: nn.Module, __: Any, output: Any) -> None:
@@ -393,7 +419,7 @@ class UnitHooks:
             module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
         ]
 
-    def _enter(self, unit: Unit, module: nn.Module) -> None:
+    def _enter(self, unit: Unit, module: nn.Module, slot: int) -> None:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
@@ -415,7 +441,7 @@ class UnitHooks:
                 used=len(self._used),
             )
         if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
-            self._used.setdefault(unit.index)
+            self._used.setdefault(slot)
         if not nested:
             self._hold(unit, Part.FORWARD, self._registered_owners[unit.index])
 
@@ -471,13 +497,13 @@ class UnitHooks:
             return None
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
 
-    def _before_unit(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _before_unit(self, unit: Unit, slot: int, args: Any, kwargs: Any) -> None:
         """Watch the unit's inputs, whose gradients will say when its backward is over."""
         # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
         # exception, because it has run that forward without gradients.
-        is_recomputed = self.phase is Phase.BACKWARD and self._open[unit.index]
+        is_recomputed = self.phase is Phase.BACKWARD and self._open[slot]
         if torch.is_grad_enabled() and not is_recomputed and not _is_transformed():
-            self._watch_inputs(unit, TensorTree.of((args, kwargs)))
+            self._watch_inputs(unit, slot, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
         """Watch the unit's outputs, because their gradients will say when its backward begins.
@@ -524,11 +550,11 @@ class UnitHooks:
             tensor.register_hook(partial(self._before_backward, unit))
         return bool(tensors)
 
-    def _watch_inputs(self, unit: Unit, inputs: TensorTree) -> None:
+    def _watch_inputs(self, unit: Unit, slot: int, inputs: TensorTree) -> None:
         """Record a forward of the unit, and have its backward end when the gradients of all `inputs` have come."""
         record = object()
-        self._open[unit.index].add(record)
-        self._records.append((unit.index, record))
+        self._open[slot].add(record)
+        self._records.append((slot, record))
         tensors = inputs.requiring_grad()
         if not tensors:
             return  # No input tells when the unit's backward is over, so it lasts until the end of backward.
@@ -539,16 +565,18 @@ class UnitHooks:
 
         def after_backward(_: Sequence[torch.Tensor | None]) -> None:
             handle.remove()
-            self._open[unit.index].discard(record)
-            if not self._open[unit.index]:
-                self._after_backward(unit, waits=has_leaves)
+            self._open[slot].discard(record)
+            if not self._open[slot]:
+                self._after_backward(unit, slot, waits=has_leaves)
+            elif unit.tile is not None:
+                self._release_after_backward(unit)
 
         handle = register_multi_grad_hook(tensors, after_backward)
 
     def _remove_records(self, since: int) -> None:
         """Expect no backward of the forwards recorded after the first `since`, because they have failed."""
-        for index, record in self._records[since:]:
-            self._open[index].discard(record)
+        for slot, record in self._records[since:]:
+            self._open[slot].discard(record)
         del self._records[since:]
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
@@ -564,10 +592,11 @@ class UnitHooks:
         self._gradients.start_backward(unit, self._plan.step)
         self._hold(unit, Part.BACKWARD, self._owners_in_use[unit.index] | self._registered_owners[unit.index])
 
-    def _after_backward(self, unit: Unit, *, waits: bool) -> None:
+    def _after_backward(self, unit: Unit, slot: int, *, waits: bool) -> None:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
 
         Args:
+            slot: the use whose backward is over.
             waits: whether to wait for parameter gradients that are missing. If they do not come, the unit's backward
                 lasts until the end of backward.
         """
@@ -576,21 +605,27 @@ class UnitHooks:
         if waits and not complete:
             self._almost_over.add(unit.index)
             return
-        over = self._reduction_order.unit_is_over(unit.index)
+        over = self._reduction_order.unit_is_over(slot)
         if complete:
             self._recorder.compute("backward", self._root.fqn)
             # The unit is released before the reduction, because the reduction may begin an early update, and the store
             # works on the unit's bytes in its host memory only while no lease on them is held.
-            self._in_backward.discard(unit.index)
-            self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
-        for index in over:
-            self._reduce(index)
+            self._release_after_backward(unit)
+        for each in over:
+            self._reduce(each)
 
-    def _reduce(self, index: int) -> None:
+    def _release_after_backward(self, unit: Unit) -> None:
+        """End the unit's hold for its backward, or for that of one of its uses."""
+        self._in_backward.discard(unit.index)
+        self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
+
+    def _reduce(self, slot: int) -> None:
         """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
-        next_use = self._trace.next_use(index)
-        for gradient in self._gradients.of_unit(self._units[index]):
-            if self._gradients.reduce(gradient, self._plan.step, next_use):
+        unit = self._unit_of[slot]
+        next_use = self._trace.next_use(unit.index)
+        is_open = any(self._open[other] for other in self._slots[unit.index] if other != slot)
+        for gradient in self._gradients.of_unit(unit):
+            if self._gradients.reduce(gradient, self._plan.step, next_use) and not is_open:
                 self._gradients.hand_over(gradient, partial(self._updates.begin_early, gradient))
         self._lanes.poll()
 
@@ -598,10 +633,13 @@ class UnitHooks:
         """Have `_accumulate_gradient` called as autograd finishes each gradient of the unit's parameters."""
         for gradient in self._gradients.of_unit(unit):
             for slot, parameter in enumerate(gradient.flat_group.parameters):
+                hook = partial(self._accumulate_gradient, unit, gradient, slot)
+                if unit.tile is not None:
+                    unit.tile.on_gradient = hook
+                    continue
                 frozen = not parameter.tensor.requires_grad
                 # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
                 parameter.tensor.requires_grad_(True)
-                hook = partial(self._accumulate_gradient, unit, gradient, slot)
                 self._gradient_hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
                 parameter.tensor.requires_grad_(not frozen)
 
@@ -614,6 +652,9 @@ class UnitHooks:
         for handle in self._gradient_hooks:
             handle.remove()
         self._gradient_hooks.clear()
+        for unit in self._units:
+            if unit.tile is not None:
+                unit.tile.on_gradient = None
 
     def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
@@ -623,7 +664,7 @@ class UnitHooks:
             return
         if self._gradients.unit_is_complete(unit):
             self._almost_over.discard(unit.index)
-            self._after_backward(unit, waits=False)
+            self._after_backward(unit, unit.index, waits=False)
 
     # These methods gather, hold and release units.
 

@@ -104,6 +104,8 @@ class Trace:
     def use_after(self, unit: int, position: int, *, before_update: bool) -> int | None:
         """Return the position at which a unit is expected again after its use at `position`; None if it is not.
 
+        Uses that follow each other at once count as one, because the unit stays gathered from one to the next.
+
         Args:
             unit: the unit.
             position: of its present use, or of its next one.
@@ -112,7 +114,9 @@ class Trace:
         # The index in _expected of the use at `position`.
         index = self._cursor + position - self._clock.now - 1
         places = self._places.get(unit, [])
-        following = bisect_left(places, index + 1)
+        following, last = bisect_left(places, index + 1), index
+        while following < len(places) and places[following] == last + 1:
+            following, last = following + 1, last + 1
         if following < len(places):
             return position + places[following] - index
         uses = [] if self._amid is None else [self._amid.next_use(unit)]

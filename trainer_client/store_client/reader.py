@@ -133,6 +133,7 @@ class StoreReaderSync:
         self._closed = False
         self._part_bytes = 0
         self._step = step
+        self._ranks: tuple[int, ...] = ()
         self.job = job
         self._connection.resume(call, lambda session: self._attach(session, call))
 
@@ -141,6 +142,11 @@ class StoreReaderSync:
         """The step that is read."""
         assert self._step is not None
         return self._step
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that stored a client state in this store with the commit of the step, in ascending order."""
+        return self._ranks
 
     def __enter__(self) -> StoreReaderSync:
         return self
@@ -346,6 +352,7 @@ class StoreReaderSync:
                     f"({error.message}); open another reader",
                 ) from error
             self._step = opened.step
+            self._ranks = tuple(opened.ranks)
             self._part_bytes = self._part_bytes or _part_bytes(session)
             self._held = _Held(session, opened.reader_id)
             return self._held

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -83,15 +83,22 @@ class StoredLayout:
         name: the layout's name, which the client that created it has chosen.
         world_size: number of ranks that the tensors are sharded over.
         steps: the committed steps that are stored in this layout.
+        rolled_back: the step that each roll-back by an operator made the newest one again, by the roll-back's name.
     """
 
     name: str
     world_size: int
     steps: tuple[int, ...]
+    rolled_back: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, message: pb.StoredLayout) -> StoredLayout:
-        return cls(name=message.layout, world_size=message.world_size, steps=tuple(message.steps))
+        return cls(
+            name=message.layout,
+            world_size=message.world_size,
+            steps=tuple(message.steps),
+            rolled_back={mark.name: mark.step for mark in message.rolled_back},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,7 +252,9 @@ def _receive_descriptor(socket_path: str) -> int:
 def _find(description: pb.Arena) -> _Inode | None:
     """Return the arena's file if another session of this process has mapped it already, else None."""
     with _guard:
-        return next((inode for inode, mapping in _mappings.items() if _is_it(mapping, description)), None)
+        # The garbage collector may run in the loop and end another session's last view, which removes its mapping.
+        found = _mappings.copy().items()
+        return next((inode for inode, mapping in found if _is_it(mapping, description)), None)
 
 
 def _is_it(mapping: _Mapping, description: pb.Arena) -> bool:

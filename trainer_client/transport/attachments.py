@@ -248,6 +248,12 @@ class Attachments:
             except StoreError as error:
                 self.outlive(attachment, error)
 
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether the daemon was restarted since the last commit, so that reads have to wait for the next one."""
+        with self.changed:
+            return self.journal.awaits_commit
+
     def wait_for_voted_commit(self) -> None:
         """Wait, after a restart of the daemon, for the commit that this rank has voted for.
 

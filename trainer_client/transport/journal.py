@@ -4,7 +4,7 @@
 the next commit, the journal keeps what this rank gave to it:
 
 - gradients, as copies, because their memory belongs to the store after the hand-over;
-- values, as references to the trainer's own tensors, which do not change before the commit exists;
+- values, as references to the trainer's own tensors, which the trainer does not change before the commit exists;
 - the vote for the commit.
 
 A daemon that was restarted from the commit before gets all of this again in the same order, so it computes the same
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,19 +87,30 @@ class HandOver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """An entry with values that this rank has computed itself."""
+    """An entry with values that this rank has computed itself.
+
+    Attributes:
+        copying: makes a context in which values are copied from the device, and whose end waits for the copies; None:
+            they are copied by the current stream.
+    """
 
     step: int
     values: Sequence[Value]
+    copying: Callable[[], AbstractContextManager[None]] | None = None
 
     @torch.no_grad()
     def make(self, attachment: Attachment) -> None:
         with _acquired(attachment, [value.slab for value in self.values], self.step) as leases:
-            for value, leased in zip(self.values, leases, strict=True):
-                leased.begin_fill(value.values, value.dtype)
-            for device in {value.values.device for value in self.values}:
-                wait_for_stream(device)
+            with self._on_current_stream() if self.copying is None else self.copying():
+                for value, leased in zip(self.values, leases, strict=True):
+                    leased.begin_fill(value.values, value.dtype)
             publish(attachment, leases)
+
+    @contextmanager
+    def _on_current_stream(self) -> Iterator[None]:
+        yield
+        for device in {value.values.device for value in self.values}:
+            wait_for_stream(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

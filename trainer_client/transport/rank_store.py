@@ -8,9 +8,10 @@ fails that the caller does not wait for, the next call raises its error.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ from trainer_client.transport.journal import (
     apply_request,
     publish,
 )
+from trainer_client.transport.later_commit import LaterCommits, LaterValues
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.pinning import Driver
 from trainer_client.transport.planes import LeasedBytes, Parked, Plane, check
@@ -52,9 +54,13 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 # The store may have to write a whole step to NVMe before it is kept.
 KEEPING_DEADLINE_SECONDS = 3600.0
 
-__all__ = ["GroupUpdate", "RankStore", "SlabName", "Value"]
+__all__ = ["GroupUpdate", "LaterValues", "RankStore", "SlabName", "Value"]
 
 T = TypeVar("T")
+
+# Makes a context in which values are copied from the device, and which ends when they are; the argument is called
+# again and again during that wait, and may raise to end it.
+Copying = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class RankStore:
@@ -107,6 +113,7 @@ class RankStore:
         self._job = pb.OpenJobRequest()
         # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
+        self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
         self._wait_for_copies: Callable[[], None] = lambda: None
         # The memory of this rank's device that the store may use for copies, and the attachment that knows of it.
@@ -139,8 +146,10 @@ class RankStore:
 
     def close(self) -> None:
         """End the session, and with it all leases; idempotent."""
+        self._later_commits.close()
         self._hand_overs.shutdown(cancel_futures=True)
         self._attachments.close()
+        self._later_commits.join()
 
     @property
     def restarts(self) -> Sequence[Restart]:
@@ -330,25 +339,37 @@ class RankStore:
 
         Raises:
             StoreError: the store refused or failed the call.
-            torch.OutOfMemoryError: the device has too little memory.
+            torch.OutOfMemoryError: the device has too little memory for more than before.
         """
         memory = self._device_memory
         if memory is None:
             memory = DeviceMemory(device, nbytes)
         elif nbytes > memory.nbytes:
             memory.resize(nbytes)
+        offered_to = self._offer(device, nbytes)
+        if self._device_memory is not None and self._offered_to is not offered_to:
+            memory.renew()
+        self._device_memory, self._offered_to = memory, offered_to
+        if nbytes >= memory.nbytes:
+            return
+        try:
+            memory.resize(nbytes)
+        except torch.OutOfMemoryError:
+            # There is no room for the old and the new memory at once, so the store forgets the copies that would stay.
+            self._offer(device, 0)
+            memory.resize(0)
+            memory.resize(nbytes)
+            self._offered_to = self._offer(device, nbytes)
+
+    def _offer(self, device: torch.device, nbytes: int) -> Attachment:
+        """Offer so much memory to the store from now on, and return the attachment over which the store knows it."""
         request = pb.OfferDeviceMemoryRequest(size_bytes=nbytes, device=str(device))
 
         def act(at: Attachment) -> Attachment:
             at.call(at.stub.OfferDeviceMemory, request)
             return at
 
-        offered_to = self._attachments.retry_over_restarts(act)
-        if self._device_memory is not None and self._offered_to is not offered_to:
-            memory.renew()
-        self._device_memory, self._offered_to = memory, offered_to
-        if nbytes < memory.nbytes:
-            memory.resize(nbytes)
+        return self._attachments.retry_over_restarts(act)
 
     def _offer_again(self, at: Attachment) -> DeviceMemory | None:
         """Offer the device memory to the next daemon, if `at` is an attachment to one, and return the memory."""
@@ -403,6 +424,9 @@ class RankStore:
             self._recorder.stalled(Cause.FETCH, where, updated, ended)
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
+            if self._attachments.awaits_commit and self._later_commits.newest is not None:
+                # See later_commit.py [Note: a vote that comes later].
+                self._later_commits.newest.wait_until_voted()
             self._attachments.wait_for_voted_commit()
             memory = self._offer_again(at)
             future = _acquire(at, wants)
@@ -694,7 +718,14 @@ class RankStore:
             # The next daemon has not got these updates, so nothing is left to withdraw.
             self._attachments.outlive(at, error)
 
-    def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
+    def commit(
+        self,
+        step: int,
+        client_state: bytes,
+        settled_step: int,
+        later: Iterable[LaterValues] = (),
+        copying: Copying | None = None,
+    ) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
         The vote comes after the last copy of the step, and after a check that no lease was void until then: see
@@ -704,6 +735,9 @@ class RankStore:
             step: the step to commit.
             client_state: bytes that are stored with the commit and returned when the job is opened again.
             settled_step: the newest step that all ranks are known to have committed; older ones may be deleted.
+            later: values of the step that are handed over before the vote by a thread, while the caller goes on. No
+                read may need them before the step is committed.
+            copying: how that thread copies from the device.
 
         Raises:
             SessionEndedError: the leases of the step became void before its copies were done.
@@ -712,11 +746,35 @@ class RankStore:
         self._wait_for_copies()
         self.check_leases()
         self._attachments.retry_over_restarts(Attachment.check)
+        self._as_of_step = step
+        waiting = deque(later)
+        if not waiting:
+            return self._vote(step, client_state, settled_step)
+        assert copying is not None, "values on the device are copied beside the trainer's work"
+        copy = partial(copying, self._later_commits.check)
+
+        def hand_over_and_vote() -> Pending[None]:
+            while waiting:
+                self._hand_over_later(step, waiting.popleft(), copy)
+            self.check_leases()
+            self._attachments.retry_over_restarts(Attachment.check)
+            return self._vote(step, client_state, settled_step)
+
+        return self._later_commits.begin(step, hand_over_and_vote)
+
+    def _hand_over_later(self, step: int, group: LaterValues, copy: Callable[[], AbstractContextManager[None]]) -> None:
+        """Hand over values on the thread of `_later_commits`. Their memory on the device is free when this returns."""
+        began = time.monotonic()
+        entry = Put(step=step, values=group.values, copying=copy)
+        self._hand_over(step, entry, Put(step=step, values=group.kept, copying=copy))
+        nbytes = sum(value.values.nbytes for value in group.values)
+        self._recorder.moved(Link.TO_STORE, "", nbytes, began)
+
+    def _vote(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
         with self._attachments.changed:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
         vote.call.add_done_callback(partial(self._note_commit, step))
-        self._as_of_step = step
         return PendingCommit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,29 @@ async def test_the_last_step_stays_until_every_rank_has_the_newer_one(tmp_path: 
         await training.assert_at(3)
         with pytest.raises(NotFoundError, match="does not hold step 1; it holds: 3"):
             await engine.roll_back(training.job, 1)
+
+
+async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path: Path) -> None:
+    """One that goes further back replaces those that it covers, and the trainer's own ones are not recorded."""
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(world_size=2)).begin()
+        for _ in range(3):
+            await training.step(settled=0)
+        await engine.roll_back(training.job, 3, is_ordered=True)
+        await engine.roll_back(training.job, 1, is_ordered=True)
+        await training.step(settled=0)
+        await engine.roll_back(training.job, 2, is_ordered=True)
+        await training.step(settled=0)
+        await engine.roll_back(training.job, 2)
+        marks = training.job.rolled_back
+        assert [mark.step for mark in marks] == [1, 2]
+    async with opened(tmp_path) as engine:
+        assert engine.job(training.job.spec.name).rolled_back == marks
+        await engine.delete_job(training.job.spec.name)
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
+        assert not db.execute("SELECT key FROM meta WHERE key LIKE 'rolled_back%'").fetchall()
+    async with opened(tmp_path) as engine:
+        assert not engine.jobs
 
 
 async def test_a_roll_back_to_the_newest_step_only_abandons_the_pending_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from paramserver.device_reads import find_hits
 from paramserver.store_need import find_need
 from trainer_client.plan.cli import app
 from trainer_client.plan.layout import World
@@ -32,7 +33,7 @@ GROUPS = 3
 def planned(tmp_path: Path, options: str) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     arguments = [str(tmp_path), *f"--tokens 16 --no-search --json {options}".split()]
-    result = CliRunner().invoke(app, arguments, obj=find_need)
+    result = CliRunner().invoke(app, arguments, obj=(find_need, find_hits))
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -116,7 +117,7 @@ def test_options_win_over_the_node(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_not_known_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [str(tmp_path), "--node", "v100x8"], obj=find_need)
+    result = CliRunner().invoke(app, [str(tmp_path), "--node", "v100x8"], obj=(find_need, find_hits))
 
     assert result.exit_code == 2
     assert "--node v100x8: known are h100x8, h200x8" in " ".join(result.stderr.split())

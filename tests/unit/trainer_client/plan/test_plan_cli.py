@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from paramserver.device_reads import find_hits
 from paramserver.store_need import find_need
 from trainer_client.plan.cli import app
 
@@ -35,7 +36,7 @@ def plan(tmp_path: Path, options: str, config: dict[str, Any] | None = None) -> 
     if config is not None:
         (tmp_path / "training.json").write_text(json.dumps(config))
         arguments += ["--config", str(tmp_path / "training.json")]
-    return CliRunner().invoke(app, arguments, obj=find_need)
+    return CliRunner().invoke(app, arguments, obj=(find_need, find_hits))
 
 
 def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
@@ -60,6 +61,32 @@ def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) 
 
     assert 0 <= scarce["states_hit"] < ample["states_hit"] == 1
     assert scarce["nvme_read"] > ample["nvme_read"] == 0
+
+
+def test_copies_on_the_device_take_its_memory_and_save_traffic(tmp_path: Path) -> None:
+    def planned(budget: str) -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+            "paramserver": {"gpu_budget": budget},
+        }
+        found: dict[str, Any] = json.loads(plan(tmp_path, f"{MACHINE} {LINKS} --no-search --json", config).stdout)
+        return found
+
+    def copies(found: dict[str, Any]) -> int:
+        return sum(line["nbytes"] for line in found["rank"]["lines"] if line["what"] == "copies of parameters")
+
+    without, part, whole = planned("0"), planned("200KiB"), planned("1GiB")
+
+    assert [copies(found) for found in (without, part)] == [0, 200 << 10]
+    assert 4 * whole["parameters"] <= copies(whole) < 4 * whole["parameters"] + 512 * 8
+    hits = [found["step"]["traffic"]["device_hit"] for found in (without, part, whole)]
+    # The root and the last block are read once in each of four micro-batches, the first block twice.
+    assert 0.0 == hits[0] < hits[1] < hits[2] < 1.0
+    read, *less = (found["step"]["traffic"]["to_rank"] for found in (without, part, whole))
+    assert [found / read for found in less] == pytest.approx([1.0 - hit for hit in hits[1:]], abs=0.01)
 
 
 def test_states_of_a_device_are_written_before_the_rank_goes_on(tmp_path: Path) -> None:
@@ -122,7 +149,7 @@ def test_wrong_options_are_named(tmp_path: Path, options: str, message: str) -> 
     ],
 )
 def test_what_is_no_model_is_named(model: str, message: str) -> None:
-    result = CliRunner().invoke(app, [model, *f"{MACHINE} {LINKS}".split()], obj=find_need)
+    result = CliRunner().invoke(app, [model, *f"{MACHINE} {LINKS}".split()], obj=(find_need, find_hits))
 
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

@@ -159,6 +159,9 @@ def test_a_use_after_the_next_one_may_come_after_an_update() -> None:
     assert trace.use_after(0, now, before_update=True) is None
     assert trace.use_after(0, now, before_update=False) == trace.next_use(0)
     assert trace.use_after(9, now, before_update=False) is None
+    # Unit 3 stays gathered between its two uses, so its bytes are not read again before the next step.
+    assert trace.use_after(3, now + 3, before_update=True) is None
+    assert trace.use_after(3, now + 3, before_update=False) == now + len(STEP) + 3
 
 
 def test_no_update_comes_between_two_forwards_without_gradients() -> None:

@@ -1,0 +1,43 @@
+"""Which reads of a rank find their bytes on its device, by the directory of the gpu tier itself.
+
+`paramserver plan` gets this function, for the reason that store_need.py gives. This module must never open a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paramserver.contract.device_reads import DeviceRead
+from storage.slab import NEVER
+from storage.tiers.gpu import GpuTier
+
+
+@dataclass(slots=True, eq=False)
+class _PlannedSlab:
+    """A slab that no store has."""
+
+    stamp: int = 0
+    deleted: bool = False
+
+
+def find_hits(reads: Sequence[DeviceRead], budget_bytes: int) -> Sequence[bool]:
+    """Return for each read whether it finds its bytes among the copies that have room in `budget_bytes`.
+
+    Each read ends before the next one begins.
+    """
+    memory = GpuTier().open("plan")
+    memory.resize(budget_bytes)
+    slabs: dict[str, _PlannedSlab] = {}
+    hits = []
+    for read in reads:
+        slab = slabs.setdefault(read.slab, _PlannedSlab())
+        slab.stamp = read.version
+        next_use = NEVER if read.next_use is None else read.next_use
+        range_ = memory.find(slab, next_use)
+        hits.append(range_ is not None)
+        if range_ is None:
+            range_ = memory.place(slab, read.nbytes, next_use)
+        if range_ is not None:
+            memory.release(slab, range_)
+    return hits

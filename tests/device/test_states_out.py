@@ -1,0 +1,156 @@
+"""States whose home is the device: their commit is copied under the next step, and has the bits of its own step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.device import lag, matrix, overlap
+from tests.device.training_on_lanes import Lateness, train
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.matrix_cells import run_of
+from tests.integration.support.training import Result, Run, assert_bit_equal
+from trainer_client.engine import Engine
+from trainer_client.model.states import PlacedStates
+from trainer_client.transport.later_commit import LaterCommit
+
+# Copies of states are 300 ms late, so that a commit ends only when the next step needs it.
+LATE = Lateness(lane_ms={"beside": 300})
+STEPS = 3
+
+Runs = Callable[[str], Run]
+
+
+def run_of_step_commits(address: str) -> Runs:
+    """Return a function that makes a run of a new job, by a name of matrix_cells.PLACES; each step is committed."""
+    numbers = itertools.count()
+
+    def make(place: str) -> Run:
+        run = run_of("bf16", place, 1, address, f"job {next(numbers)}")
+        run.config["paramserver"]["durability"] = "step"
+        return replace(run, steps=STEPS, accumulation=1)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with matrix.store(tmp_path_factory.mktemp("store")) as daemon:
+        yield run_of_step_commits(daemon.address)
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+def committed(run: Run) -> Result:
+    """Return the states of the newest commit of a run's job, by a resume that has nothing to train."""
+    result = train(run, "nothing late")
+    assert result.resumed_step == run.steps
+    assert result.losses == []
+    return result
+
+
+def assert_same_states(one: Result, other: Result) -> None:
+    assert_bit_equal(replace(one, losses=[], norms=[]), replace(other, losses=[], norms=[]))
+
+
+@contextmanager
+def after_each_step(act: Callable[[Engine], None]) -> Iterator[None]:
+    """Call `act` after each step, while its commit is under way."""
+    step = Engine.step
+
+    def step_and_act(engine: Engine) -> None:
+        step(engine)
+        act(engine)
+
+    with mock.patch.object(Engine, "step", step_and_act):
+        yield
+
+
+def assert_commit_is_under_way(engine: Engine) -> None:
+    pending = engine._commits._pending
+    assert isinstance(pending, LaterCommit)
+    assert not pending.is_answered
+
+
+@pytest.mark.parametrize(
+    "place", ["ddp", "zero-1", "zero-2", "zero-3", "zero-3 + fractions", "zero-3 + parameters nvme"]
+)
+def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs: Runs) -> None:
+    right = train(runs(place), "nothing late")
+    run = runs(place)
+    late = train(run, LATE, lambda: after_each_step(assert_commit_is_under_way))
+    assert lag.races() == []
+    assert_bit_equal(late, right)
+    assert_same_states(committed(run), right)
+
+
+@pytest.mark.parametrize("place", ["ddp", "zero-2"])
+def test_parameters_that_the_script_changes_meanwhile_are_committed_as_the_step_left_them(
+    place: str, runs: Runs
+) -> None:
+    """Some scripts put averaged weights in place of the trained ones for an evaluation, for example."""
+    right = train(runs(place), "nothing late")
+
+    @torch.no_grad()
+    def change_for_a_while(engine: Engine) -> None:
+        assert_commit_is_under_way(engine)
+        parameters = list(engine.module.parameters())
+        trained = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.fill_(torch.nan)
+        engine.wait_for_commit()
+        for parameter, values in zip(parameters, trained, strict=True):
+            parameter.copy_(values)
+
+    run = runs(place)
+    assert_bit_equal(train(run, LATE, lambda: after_each_step(change_for_a_while)), right)
+    assert_same_states(committed(run), right)
+
+
+def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_returns(runs: Runs) -> None:
+    right = train(runs("zero-2"), "nothing late")
+
+    def fail(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("there is no memory on this device")
+
+    run = runs("zero-2")
+    with mock.patch.object(PlacedStates, "_copy_on_device", fail):
+        assert_bit_equal(train(run, LATE, lambda: after_each_step(assert_commit_is_under_way)), right)
+    assert_same_states(committed(run), right)
+
+
+@pytest.mark.parametrize("place", ["zero-2", "zero-3 + fractions"])
+def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, tmp_path: Path) -> None:
+    daemons = [Daemon(tmp_path / "state", matrix.DAEMON)]
+    restarts: list[int] = []
+
+    def restart(engine: Engine) -> None:
+        if engine.global_steps == 2:
+            assert_commit_is_under_way(engine)
+            daemons[0].kill()
+            daemons[0] = Daemon(tmp_path / "state", matrix.DAEMON)
+        restarts[:] = [len(engine.daemon_restarts)]
+
+    try:
+        make = run_of_step_commits(daemons[0].address)
+        right = train(make(place), "nothing late", guarded=False)
+        run = make(place)
+        assert_bit_equal(train(run, LATE, lambda: after_each_step(restart), guarded=False), right)
+        assert restarts == [1]
+        assert_same_states(committed(run), right)
+    finally:
+        daemons[0].kill()
+
+
+def test_a_commit_lies_under_the_computation_of_the_next_step(tmp_path: Path) -> None:
+    """In virtual time, where the computation of a step takes twice as long as the copies of its states."""
+    (found,) = overlap.measure(tmp_path, [2.0], ["device"])["runs"].values()
+    assert found["lanes"]["copy_seconds"]["out"] > 0.4 * found["lanes"]["compute_seconds"]
+    assert found["lanes"]["hidden"]["out"] > 0.9
+    assert found["one_stream"]["hidden"]["out"] == 0.0

@@ -1,0 +1,173 @@
+"""Layers that compute with the tiles of their weight, one after the other, in place of their forward.
+
+This module owns which layers can do so, and how. It must never gather: the hooks on the tiles do.
+
+[Note: rounding] The rows of a Linear's weight are output features, so its outputs are those of the untiled layer but
+for the order in which a matrix product of another shape adds up. The gradient of its input is a sum over tiles, each
+rounded to the dtype of the computation. The rows of a Conv1D's weight (of transformers) are input features, so there
+the output is a sum over tiles, in fp32, and rounded once. An Embedding copies, so its output and its gradient have the
+bits of the untiled layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainer_client.model.tile import Tile, TileWeight
+
+# The attribute of a module that computes with tiles.
+_LAYER = "_paramserver_tiled"
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TiledLayer:
+    """A module of the model whose weight is in tiles.
+
+    Attributes:
+        module: the module. Its other parameters, as the bias, stay in the unit around it.
+        tiles: its uses of the tiles, in the order of the rows.
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[TileWeight]) -> None:
+        self.module = module
+        self.tiles = tuple(Tile(weight) for weight in weights)
+        self._whole: nn.Parameter = module.weight  # type: ignore[assignment]
+
+    def used_tiles(self) -> Iterator[Tile]:
+        """Yield the tiles for a forward, which train if the parameter does."""
+        for tile in self.tiles:
+            if tile.weight.parameter.requires_grad is not self._whole.requires_grad:
+                tile.weight.parameter.requires_grad_(self._whole.requires_grad)
+            yield tile
+
+    def install(self) -> None:
+        """Have the module compute with its tiles, until `remove`."""
+        # nn.Module finds its forward as an attribute of the object, so the class stays as it is.
+        self.module.forward = _FORWARDS[_kind_of(self.module)](self)
+        vars(self.module)[_LAYER] = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        vars(self.module).pop("forward", None)
+        vars(self.module).pop(_LAYER, None)
+
+
+def tiled_layer_of(module: nn.Module) -> TiledLayer | None:
+    """Return the tiles that a module computes with; None if its weight is whole."""
+    layer: TiledLayer | None = vars(module).get(_LAYER)
+    return layer
+
+
+def why_not(module: nn.Module, name: str) -> str | None:
+    """Return why a module cannot compute with tiles of its parameter `name`; None if it can."""
+    kind = _kind_of(module)
+    if kind is None:
+        return f"a {type(module).__name__} has a forward of its own"
+    if name != "weight":
+        return f"it is the {name} of a {type(module).__name__}"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "a MultiheadAttention computes with it"
+    if "forward" in vars(module):
+        return f"the forward of this {type(module).__name__} was replaced"
+    if isinstance(module, nn.Embedding):
+        for option, plain in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(module, option) != plain:
+                return f"the Embedding has {option}"
+    return None
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    """Return the name of the class whose forward the module has, if that can be tiled."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return "Linear"
+    if forward is nn.Embedding.forward:
+        return "Embedding"
+    # transformers need not be installed, and if a module is of this class, its Python module is imported.
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return "Conv1D" if conv1d is not None and forward is conv1d.forward else None
+
+
+def _linear(layer: TiledLayer) -> Forward:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = layer.module.bias  # type: ignore[assignment]
+        return torch.cat(
+            [
+                tile.use(_apply_linear, input, None if bias is None else bias[tile.weight.rows])
+                for tile in layer.used_tiles()
+            ],
+            dim=-1,
+        )
+
+    return forward
+
+
+def _apply_linear(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(input, weight, bias)
+
+
+def _conv1d(layer: TiledLayer) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = x.split([tile.weight.last_row - tile.weight.first_row for tile in layer.tiles], dim=-1)
+        total: torch.Tensor | None = None
+        dtype = x.dtype
+        for tile, part in zip(layer.used_tiles(), parts, strict=True):
+            product = tile.use(_apply_conv1d, part)
+            dtype = product.dtype
+            total = product.float() if total is None else total + product.float()
+        assert total is not None, "a tiled weight has several tiles"
+        bias: torch.Tensor = layer.module.bias  # type: ignore[assignment]
+        return (total + bias.float()).to(dtype)
+
+    return forward
+
+
+def _apply_conv1d(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(input, weight)
+
+
+def _embedding(layer: TiledLayer) -> Forward:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        _check_range(input, layer.tiles[-1].weight.last_row)
+        padding: int | None = layer.module.padding_idx  # type: ignore[assignment]
+        output: torch.Tensor | None = None
+        for tile in layer.used_tiles():
+            weight = tile.weight
+            is_inside = (input >= weight.first_row) & (input < weight.last_row)
+            local = torch.where(is_inside, input - weight.first_row, 0)
+            in_tile = padding is not None and weight.first_row <= padding < weight.last_row
+            local_padding = padding - weight.first_row if in_tile and padding is not None else None
+            rows = tile.use(partial(_look_up, padding=local_padding), local)
+            # Rows of other tiles get no gradient here, and of the first tile's the others replace what is not its own.
+            output = rows if output is None else torch.where(is_inside.unsqueeze(-1), rows, output)
+        assert output is not None, "a tiled weight has several tiles"
+        return output
+
+    return forward
+
+
+def _look_up(weight: torch.Tensor, input: torch.Tensor, *, padding: int | None) -> torch.Tensor:
+    return functional.embedding(input, weight, padding)
+
+
+def _check_range(indices: torch.Tensor, rows: int) -> None:
+    """Refuse indices that no tile has, as torch's own embedding does: on the CPU at once, elsewhere in stream order."""
+    are_inside = ((indices >= 0) & (indices < rows)).all()
+    if indices.device.type != "cpu":
+        torch._assert_async(are_inside)
+    elif not are_inside:
+        raise IndexError(f"index out of range in self: an Embedding has {rows} rows")
+
+
+_FORWARDS: dict[str | None, Callable[[TiledLayer], Forward]] = {
+    "Linear": _linear,
+    "Conv1D": _conv1d,
+    "Embedding": _embedding,
+}

@@ -1,0 +1,103 @@
+"""The copies of parameters on a planned rank's device: how much memory they take, and which reads they save.
+
+This module owns the order in which a rank reads its units. It must never decide which copy stays, because the store
+does: its own directory is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paramserver.contract.device_reads import DeviceRead, FindHits
+from trainer_client.config.home import Home
+from trainer_client.model.placement import Residence
+from trainer_client.plan.layout import Layout, PlannedUnit
+from trainer_client.run.device_budget import bytes_of_copies
+
+# The copies that stay on the device are the same from step to step after so many of them.
+_SETTLED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCopies:
+    """The copies on the device of one rank.
+
+    Attributes:
+        nbytes: the memory that the rank offers for them.
+        reads: the number of reads of parameters in a step.
+        hits: those of them that find their bytes on the device.
+        hit: the fraction of the bytes of these reads that are found there.
+    """
+
+    nbytes: int = 0
+    reads: int = 0
+    hits: int = 0
+    hit: float = 0.0
+
+
+NO_COPIES = PlannedCopies()
+
+
+def plan_copies(layout: Layout, budget_bytes: int, micro_batches: int, find_hits: FindHits) -> PlannedCopies:
+    """Return the copies of a rank whose `paramserver.gpu_budget` is `budget_bytes`, on an accelerator.
+
+    Args:
+        micro_batches: of a step.
+        find_hits: the store's rule.
+    """
+    placed = {planned.group.name: planned.placement for planned in layout.groups}
+    most = bytes_of_copies((planned.group for planned in layout.groups), placed, 1)
+    nbytes = min(budget_bytes, most)
+    if not nbytes:
+        return NO_COPIES
+    uses = [unit for _ in range(micro_batches) for unit in _reads_of_pass(layout.units)]
+    reads = list(_reads([uses] * _SETTLED_STEPS))
+    found = find_hits(reads, nbytes)
+    count = len(reads) // _SETTLED_STEPS
+    last = list(zip(reads, found, strict=True))[-count:]
+    total = sum(read.nbytes for read, _ in last)
+    return PlannedCopies(
+        nbytes=nbytes,
+        reads=count,
+        hits=sum(is_hit for _, is_hit in last),
+        hit=sum(read.nbytes for read, is_hit in last if is_hit) / total,
+    )
+
+
+def _reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
+    """Return the units in the order in which a forward and its backward read them.
+
+    The root surrounds both passes, and the last unit of the forward stays for the backward. The backward ends at the
+    first unit that has something to train.
+    """
+    root, *others = units
+    trains = [any(planned.group.trainable for planned in unit.groups) for unit in others]
+    first = trains.index(True) if True in trains else len(others)
+    if any(planned.group.trainable for planned in root.groups):
+        # The root's embeddings come before all units.
+        first = 0
+    return [root, *others, *reversed(others[first:-1])]
+
+
+def _reads(steps: Sequence[Sequence[PlannedUnit]]) -> Iterator[DeviceRead]:
+    """Yield the reads of the steps. An update of what is trained follows each of them, and then the next step."""
+    sequence = [
+        (planned.group, step)
+        for step, units in enumerate(steps)
+        for unit in units
+        for planned in unit.groups
+        if planned.placement.residence is Residence.SHARDED and planned.placement.parameters is not Home.DEVICE
+    ]
+    following: dict[tuple[str, int], int] = {}
+    backwards: list[DeviceRead] = []
+    for position in range(len(sequence) - 1, -1, -1):
+        group, step = sequence[position]
+        version = step if group.trainable else 0
+        next_use = following.get((group.name, version))
+        if next_use is None and not group.trainable:
+            # The steps go on after the last one of these.
+            next_use = position + len(sequence)
+        following[group.name, version] = position
+        backwards.append(DeviceRead(slab=group.name, version=version, nbytes=group.partition_bytes, next_use=next_use))
+    return reversed(backwards)
