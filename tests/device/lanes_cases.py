@@ -169,18 +169,28 @@ def run_ends() -> None:
         for memory in (source, last, home, other_home):
             lag.host_access(memory, "the next owner of the lease", writes=True)
 
-    with suppress(ArithmeticError), lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8)) as (gathered, _):
-        gathered.mul_(2)
-        raise ArithmeticError("a collective has failed")
+    def fail_in_gather() -> None:
+        gathering = lanes.gathering(whole, NUMEL, 2 * NUMEL, source.view(torch.uint8))
+        with suppress(ArithmeticError), gathering as (gathered, _):
+            gathered.mul_(2)
+            raise ArithmeticError("a collective has failed")
+
+    fail_in_gather()
     begin_copies()
     copy_beside(lambda: None)
     # No copy out follows this one, so nothing else orders what comes after all copies behind it.
     lanes.copy_in(other, last.view(torch.uint8))
     lanes.after_copies(take_over)
+    owed = [True]
+    lanes.after_copies_in(owed.clear)
     lanes.finish()
+    assert not owed, "a call that is owed after copies into the device was not made"
     begin_copies()
     with suppress(ArithmeticError):
         copy_beside(give_up)
+    # Nothing else waits for what comm and in do at last.
+    fail_in_gather()
+    lanes.copy_in(other, last.view(torch.uint8))
     lanes.close()
     take_over()
 

@@ -116,6 +116,20 @@ def _forward_without_memory() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _states_leaving() -> Iterator[None]:
+    """Have all states leave the device for a moment after each micro-batch, with gradients that are being summed."""
+    step = Engine.step
+
+    def step_and_leave(engine: Engine) -> None:
+        step(engine)
+        engine.offload_states()
+        engine.reload_states()
+
+    with mock.patch.object(Engine, "step", step_and_leave):
+        yield
+
+
 def _on(tier: str, **fields: Any) -> Callable[[str, str], Run]:
     return lambda address, job: Run(config=config_of(address, job, tier), **{"steps": 2, **fields})
 
@@ -141,6 +155,7 @@ TOGETHER = {
     "replicated states": _trained(_at("fp32, each micro-batch", "zero-1 + optimizer nvme", 2)),
     "fractions": _trained(_at("bf16", "zero-3 + fractions", 2)),
     "states on the device": _trained(_at("fp32, each micro-batch", "ddp", 2)),
+    "states leave the device": _trained(_at("fp32, each micro-batch", "zero-1 + optimizer nvme", 2), _states_leaving),
     "sums leave the device": _trained(_on("cpu", accumulation=3, clipping=0.5), _no_room_for_sums),
 }
 

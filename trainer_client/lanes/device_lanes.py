@@ -94,6 +94,11 @@ class Slot:
     def wait_until_drained(self) -> None:
         self._lane.wait_for(self._drained)
 
+    @property
+    def drained(self) -> torch.Event | None:
+        """The event after which no stream reads the slot any more; None if it was never read."""
+        return self._drained
+
     def free(self) -> None:
         """Free the memory. The caller knows that no stream uses it any more."""
         self._memory = None
@@ -347,6 +352,7 @@ class DeviceLanes:
         # torch raises this if the device is lost. It copies nothing any more then.
         with suppress(RuntimeError):
             events = [self._in.mark(), self._comm.mark(), self._out.mark(), self._beside.mark()]
+            events += [slot.drained for slot in self._slots if slot.drained is not None]
             while not (are_done := all(event.query() for event in events)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             # Threads of the session, which know these lanes, may end later. Two units of memory must not wait for them.
