@@ -18,7 +18,10 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_error_survives_pickle(kind: type[Exception]) -> None:
     """A pool of processes hangs if the error of a worker cannot be read from its pickle."""
-    arguments: dict[type[Exception], tuple[object, ...]] = {errors.ReleasedParameterError: ("fc.weight", "linear")}
+    arguments: dict[type[Exception], tuple[object, ...]] = {
+        errors.ReleasedParameterError: ("fc.weight", "linear"),
+        errors.TiledParameterError: ("fc.weight", "linear"),
+    }
     default = (grpc.StatusCode.NOT_FOUND, "no job") if issubclass(kind, errors.StoreError) else ("the message",)
     error = kind(*arguments.get(kind, default))
 
