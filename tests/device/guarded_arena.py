@@ -56,6 +56,10 @@ class GuardedPlane(ArenaPlane):
         leased = super().open_read(lease)
         private = self._private(leased)
         private.data.copy_(leased.data)
+        if leased.lease_id in self._written:
+            # A parked gradient is back, at another place.
+            self._written[leased.lease_id] = leased.data
+            return private
         self._read[leased.lease_id] = private.data
         return private
 
@@ -65,6 +69,10 @@ class GuardedPlane(ArenaPlane):
         return self._private(leased)
 
     def flush(self, leased: LeasedBytes) -> None:
+        if leased.parked is not None:
+            # Its bytes have reached the arena when it was parked, and may have left that place.
+            super().flush(leased)
+            return
         lag.host_access(leased.data, "hand-over of a lease", writes=False)
         self._written[leased.lease_id].copy_(leased.data)
 

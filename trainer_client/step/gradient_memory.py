@@ -166,9 +166,10 @@ class LeasedMemory:
 
     def park(self, *, is_sent: bool) -> LeasedBytes | None:
         if self._pending is not None and self._leased is None:
-            # The memory was not used yet, so there is nothing to park. It is asked for again when it is used.
-            self._pending.release_when_granted()
-            self._pending = None
+            # The memory was not used yet, so there is nothing to park. It is asked for again when it is used. The store
+            # would refuse that before this lease has ended, so this waits for its end.
+            self.free()
+            self._is_requested = True
         if self._pending is not None:
             (self._leased,) = self._pending.wait()
             self._pending = None
@@ -296,7 +297,7 @@ class StagedMemory:
             self._copy, self._on_device = None, self._allocate()
             self._lanes.copy_in(self._on_device, leased.data, leased.pieces())
             # `finish_copies_in` waits for a copy only if something is to be done after it.
-            self._lanes.after_copies_in(self._home.detach() if leased.asks_to_park else _nothing)
+            self._lanes.after_copies_in(_nothing)
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
         if self._copy is None:
@@ -325,7 +326,11 @@ class StagedMemory:
     def park(self, *, is_sent: bool) -> LeasedBytes | None:
         if self._copy is not None:
             self._copy.wait()
-        return self._home.park(is_sent=is_sent)
+            return self._home.park(is_sent=is_sent)
+        # The sum is on the device. A copy that `recall` has begun reads the leased memory, in which nothing else is.
+        self._lanes.finish_copies_in()
+        self._home.free()
+        return None
 
     def lease(self, step: int) -> LeasedBytes:
         self._is_requested = False

@@ -245,7 +245,7 @@ class GradientGroup:
     @torch.no_grad()
     def accumulate(self, slot: int, step: int, factor: float) -> None:
         """Add the `.grad` of the parameter in `slot`, times `factor`, to the gradient of `step`, and set it to None."""
-        self.start(step)
+        self.start(step, sends=False)
         parameter = self.flat_group.parameters[slot]
         gradient = parameter.tensor.grad
         if gradient is None:
@@ -277,7 +277,7 @@ class GradientGroup:
 
         A missing gradient counts as zeros.
         """
-        self.start(step)
+        self.start(step, sends=False)
         if self._collectives.world_size == 1:
             return
         self.begin_change()
