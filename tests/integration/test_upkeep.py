@@ -383,7 +383,7 @@ def test_a_reload_refuses_budgets_that_the_jobs_do_not_fit_into_with_what_they_n
         small = told('host_budget = "16MiB"\nnvme_budget = "1MiB"')
         assert "the configuration stays as it is: nvme_budget 1048576 is too small" in small
         (nvme,) = re.findall(r"write at least (\d+)", small)
-        (host,) = re.findall(r"write at least (\d+)", told(f'host_budget = "1MiB"\nnvme_budget = {nvme}'))
+        (host,) = re.findall(r"write at least (\d+)", told('host_budget = "1MiB"\nnvme_budget = "16MiB"'))
         assert "needed for: host_budget, nvme_budget" in told(f"host_budget = {host}\nnvme_budget = {nvme}")
         assert daemon.stop() == 0
     # The figures are enough for a daemon with the job, and its next steps.
