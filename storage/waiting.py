@@ -43,7 +43,8 @@ async def finish_all(tasks: Iterable[asyncio.Task[None]]) -> None:
     if not pending:
         return
     try:
-        await asyncio.shield(asyncio.gather(*pending))
+        # If the caller is cancelled, no task waits for the gathering future any more, and a task may fail after that.
+        await asyncio.shield(unlogged(asyncio.gather(*pending)))
     except BaseException:
         try:
             await wait_out(pending)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.waiting import unlogged, wait_out
+from storage.waiting import finish_all, unlogged, wait_out
 from tests.unit.storage.builders import opened
 
 
@@ -24,6 +24,28 @@ async def test_it_ends_when_all_is_done_however_often_it_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await wait_out(futures)
+
+
+async def test_a_task_that_fails_after_the_caller_was_cancelled_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def fail() -> None:
+        await go_on.wait()
+        raise ValueError("a reader was closed")
+
+    finishing = asyncio.ensure_future(finish_all([asyncio.ensure_future(fail())]))
+    await asyncio.sleep(0)
+    finishing.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await finishing
+    del finishing
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_result_that_comes_after_two_cancellations_is_released(tmp_path: Path) -> None:
