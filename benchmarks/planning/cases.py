@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.training.bf16_emulation import need_fp32
 
 VOCABULARY = 8192
-STEPS = 6
+STEPS = 24
 HOST_BUDGET = "768MiB"
 NVME_BUDGET = "4GiB"
 
