@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.measure import BenchmarkError
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +40,12 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+def check_free_bytes(directory: Path, needed_bytes: int, needed_by: str, remedy: str = "choose another one") -> None:
+    """Raise BenchmarkError if the disk of `directory`, which is the option --dir, has fewer bytes free than needed."""
+    if (free := shutil.disk_usage(directory).free) < needed_bytes:
+        raise BenchmarkError(f"--dir has {free} bytes free and {needed_by} needs {needed_bytes}; {remedy}")
 
 
 def resident_bytes() -> int:

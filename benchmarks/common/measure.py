@@ -18,6 +18,11 @@ GB = 1e9
 Progress = Callable[[str], None]
 
 
+def prefixed(progress: Progress, label: str) -> Progress:
+    """Return a function that shows its argument after a label, as in "nvme: round 1 of 3"."""
+    return lambda what: progress(f"{label}: {what}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
     """The numbers of I/O threads of the store and of fio, each of which makes one request at a time.

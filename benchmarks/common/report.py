@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from benchmarks.common import machine
+from benchmarks.common.measure import BenchmarkError
 
 HERE = Path(__file__).parents[1]
 INTRODUCTION = """# Results
@@ -20,13 +23,47 @@ rates themselves are of one machine on one day.
 """
 
 
-def conclude(
-    name: str, title: str, result: dict[str, Any], body: str, repeat: str, *, as_json: bool, results: bool
-) -> None:
-    """Print a result, as a JSON object or as `body`, and keep it if `results` is true; for the rest see `store`."""
+def run(
+    name: str,
+    title: str,
+    target: str,
+    measure: Callable[[], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+    *,
+    directory: Path,
+    as_json: bool,
+    results: bool,
+    arguments: str = "",
+    errors: tuple[type[Exception], ...] = (),
+) -> dict[str, Any]:
+    """Measure, print the result and return it; for `name` and `title` see `store`.
+
+    Args:
+        target: make's target that runs this benchmark.
+        measure: returns the figures, to which the machine and the provenance are added.
+        markdown: returns the section's body for a result.
+        directory: the folder on whose file system `measure` works; it is made if it does not exist.
+        as_json: whether the result is printed as a JSON object, and not as the section's body.
+        results: whether the result is kept, too.
+        arguments: what has to follow `target` in the command that makes the result anew.
+        errors: what `measure` raises besides BenchmarkError and OSError if the benchmark cannot go on.
+
+    Raises:
+        typer.Exit: `measure` failed, and its error was printed.
+    """
+    failures: tuple[type[Exception], ...] = (BenchmarkError, OSError, *errors)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        figures = measure()
+    except failures as error:
+        typer.echo(f"{target}: {error}", err=True)
+        raise typer.Exit(1) from None
+    result = {"machine": machine.describe(directory), "provenance": machine.provenance(), **figures}
+    body = markdown(result)
     if results:
-        store(name, title, result, body, repeat)
+        store(name, title, result, body, f"make {target} {arguments}".strip())
     typer.echo(json.dumps(result, indent=1) if as_json else body)
+    return result
 
 
 def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str, directory: Path = HERE) -> None:

@@ -32,7 +32,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.measure import BenchmarkError, Progress
 from benchmarks.common.store_daemon import StoreDaemon, started
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -235,26 +235,26 @@ def main(
     """Run the benchmark, and print its result or the error that ended it."""
     sizes = QUICK if quick else SIZES
     console = Console(stderr=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def run_cases() -> dict[str, Any]:
         cases: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
         with console.status("starting") as status:
             for count in sizes:
                 for way in WAYS:
                     with tempfile.TemporaryDirectory(dir=directory) as scratch:
                         cases[way][str(count)] = run_case(way, count, Path(scratch), status.update)
-        result = {
-            "machine": machine.describe(directory),
-            "provenance": machine.provenance(),
-            "parameters": {"elements": ELEMENTS, "tensors": sizes},
-            "cases": cases,
-        }
-    except (BenchmarkError, TrainerClientError, OSError) as error:
-        typer.echo(f"bench-small: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude(
-        "small_tensors", "Small tensors", result, body, "make bench-small", as_json=as_json, results=results
+        return {"parameters": {"elements": ELEMENTS, "tensors": sizes}, "cases": cases}
+
+    report.run(
+        "small_tensors",
+        "Small tensors",
+        "bench-small",
+        run_cases,
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+        errors=(TrainerClientError,),
     )
 
 

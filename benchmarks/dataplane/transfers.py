@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError
+from benchmarks.common import report
 from benchmarks.dataplane import local, remote
 from trainer_client.errors import TrainerClientError
 
@@ -101,20 +100,26 @@ def main(
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     sizes, pairs = (QUICK, 1) if quick else (FULL, pairs)
-    try:
+
+    def measure() -> dict[str, Any]:
         with console.status("starting") as status:
-            result: dict[str, Any] = {
-                "machine": machine.describe(Path.cwd()),
-                "provenance": machine.provenance(),
+            return {
                 "parameters": {"pairs": pairs, **sizes},
                 "local": local.run(pairs, progress=status.update, **sizes["local"]),
                 "remote": remote.run(pairs, progress=status.update, **sizes["remote"]),
             }
-    except (BenchmarkError, TrainerClientError, OSError) as error:
-        typer.echo(f"bench-dataplane: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude("dataplane", "Data plane", result, body, "make bench-dataplane", as_json=as_json, results=results)
+
+    report.run(
+        "dataplane",
+        "Data plane",
+        "bench-dataplane",
+        measure,
+        markdown,
+        directory=Path.cwd(),
+        as_json=as_json,
+        results=results,
+        errors=(TrainerClientError,),
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.console import Console
 from safetensors.torch import save_model
 from transformers import GPT2LMHeadModel
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.machine import ROOT
 from benchmarks.common.measure import BenchmarkError, Progress
 from benchmarks.common.store_daemon import started
@@ -282,16 +282,22 @@ def main(
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def measure() -> dict[str, Any]:
         with console.status("starting") as status, tempfile.TemporaryDirectory(dir=directory) as scratch:
-            measured = run(QUICK if quick else Size(), Path(scratch).absolute(), status.update)
-        result = {"machine": machine.describe(directory), "provenance": machine.provenance(), **measured}
-    except (BenchmarkError, TrainerClientError, OSError) as error:
-        typer.echo(f"bench-inference: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude("inference", "Inference", result, body, "make bench-inference", as_json=as_json, results=results)
+            return run(QUICK if quick else Size(), Path(scratch).absolute(), status.update)
+
+    report.run(
+        "inference",
+        "Inference",
+        "bench-inference",
+        measure,
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+        errors=(TrainerClientError,),
+    )
 
 
 if __name__ == "__main__":

@@ -62,8 +62,6 @@ def measure(jobs: Sequence[Job], directory: Path, progress: Progress, *, rounds:
         progress(job.name)
         found[job.name] = compare(job, directory, rounds=rounds)
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "load": [round(began, 2), round(os.getloadavg()[0], 2)],
         "jobs": found,
         "worst": {
@@ -205,14 +203,17 @@ def main(
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
     chosen = [JOBS[int(number)] for number in jobs.split(",")] if jobs else list(JOBS)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(chosen, directory, Console(stderr=True).print, rounds=rounds)
-    except (BenchmarkError, OSError, subprocess.TimeoutExpired) as error:
-        typer.echo(f"bench-plan: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude("plan", "The plan of a job", result, body, "make bench-plan", as_json=as_json, results=results)
+    report.run(
+        "plan",
+        "The plan of a job",
+        "bench-plan",
+        lambda: measure(chosen, directory, Console(stderr=True).print, rounds=rounds),
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+        errors=(subprocess.TimeoutExpired,),
+    )
 
 
 if __name__ == "__main__":

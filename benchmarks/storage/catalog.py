@@ -42,7 +42,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.measure import BenchmarkError, Progress
 from benchmarks.common.store_daemon import StoreDaemon, free_address, started
 from benchmarks.storage.full_catalog import LARGE_JOB, SLABS, Size, fill
@@ -115,8 +115,6 @@ def measure(size: Size, directory: Path, progress: Progress) -> dict[str, Any]:
         with _admin(daemon) as admin:
             watched = admin.GetTiers(admin_pb.GetTiersRequest())
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {
             "jobs": size.jobs,
             "shards": size.shards,
@@ -293,15 +291,22 @@ def main(
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def run_daemons() -> dict[str, Any]:
         with console.status("starting") as status, tempfile.TemporaryDirectory(dir=directory) as scratch:
-            result = measure(QUICK if quick else WHOLE, Path(scratch), status.update)
-    except (BenchmarkError, StorageError, TrainerClientError, OSError, subprocess.CalledProcessError) as error:
-        typer.echo(f"bench-catalog: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude("catalog", "A large catalog", result, body, "make bench-catalog", as_json=as_json, results=results)
+            return measure(QUICK if quick else WHOLE, Path(scratch), status.update)
+
+    report.run(
+        "catalog",
+        "A large catalog",
+        "bench-catalog",
+        run_daemons,
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+        errors=(StorageError, TrainerClientError, subprocess.CalledProcessError),
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Stopwatch, Threads
+from benchmarks.common.measure import Progress, Stopwatch, Threads
 from benchmarks.storage.jobs import Layout, Training, adamw, training
 from storage.errors import StorageError
 from storage.tiers.extents import unused_runs
@@ -65,8 +65,6 @@ async def measure(commits: int, directory: Path, progress: Progress) -> dict[str
                 seconds.append(watch.seconds)
             samples.append(_sample(run, (len(samples) + 1) * window, seconds))
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {"commits": SAMPLES * window, "parameters": LAYOUT.groups * LAYOUT.numel, **asdict(LAYOUT)},
         "samples": samples,
         "growth": {figure: _growth(samples, figure) for figure in FIGURES},
@@ -144,22 +142,22 @@ def main(
     console = Console(stderr=True)
     # The daemon does the same at its start.
     tune_interpreter()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def make_commits() -> dict[str, Any]:
         with console.status("starting") as status, tempfile.TemporaryDirectory(dir=directory) as scratch:
-            result = uvloop.run(measure(commits, Path(scratch), status.update))
-    except (BenchmarkError, StorageError, OSError) as error:
-        typer.echo(f"bench-commits: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude(
+            return uvloop.run(measure(commits, Path(scratch), status.update))
+
+    report.run(
         "commits",
         "Many commits",
-        result,
-        body,
-        f"make bench-commits N={commits}",
+        "bench-commits",
+        make_commits,
+        markdown,
+        directory=directory,
         as_json=as_json,
         results=results,
+        arguments=f"N={commits}",
+        errors=(StorageError,),
     )
 
 

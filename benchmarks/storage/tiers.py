@@ -13,7 +13,6 @@ Run as a module from the root of the repository: `python -m benchmarks.storage.t
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common.measure import Progress, Threads
 from benchmarks.storage import checksum_cases, engine_cases, fio, tier_cases
 from benchmarks.storage.engine_cases import EngineSizes
 from benchmarks.storage.jobs import Layout
@@ -70,8 +69,6 @@ async def measure(
     """Run all measurements with files below `directory`, and return the result; see the module."""
     found = fio.find(directory, direct=True)
     result: dict[str, Any] = {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "fio_version": found.version if found else None,
         "parameters": {"rounds": rounds, "commit_steps": steps, "threads": asdict(threads), **asdict(sizes)},
     }
@@ -143,27 +140,25 @@ def main(
     sizes, rounds, steps = (QUICK, 1, 1) if quick else (FULL, rounds, max(rounds, MIN_COMMIT_STEPS))
     # The daemon does the same at its start.
     tune_interpreter()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(directory).free) < sizes.disk_bytes:
-            raise BenchmarkError(f"--dir has {free} bytes free and {sizes.disk_bytes} are needed; choose another one")
+
+    def run_cases() -> dict[str, Any]:
+        machine.check_free_bytes(directory, sizes.disk_bytes, "the benchmark")
         if fio.find(directory, direct=True) is None:
             console.print(f"fio is missing, so there is nothing to compare with: {fio.HOW_TO_INSTALL}", style="yellow")
         with console.status("starting") as status, tempfile.TemporaryDirectory(dir=directory) as scratch:
             threads = Threads(read=read_threads, write=write_threads)
-            result = uvloop.run(measure(sizes, threads, Path(scratch), rounds, steps, status.update))
-    except (BenchmarkError, StorageError, OSError) as error:
-        typer.echo(f"bench-storage: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude(
+            return uvloop.run(measure(sizes, threads, Path(scratch), rounds, steps, status.update))
+
+    report.run(
         "storage",
         "NVMe tier and engine",
-        result,
-        body,
-        "make bench-storage",
+        "bench-storage",
+        run_cases,
+        markdown,
+        directory=directory,
         as_json=as_json,
         results=results,
+        errors=(StorageError,),
     )
 
 

@@ -16,7 +16,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common.measure import Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation
 from benchmarks.training.contestant_process import Entry
 from benchmarks.training.entries import COMPUTE, PLAIN, ours
@@ -72,10 +71,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all depths in all cases, and return the result; see the module. It can raise BenchmarkError."""
     needed = DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks)
-    if (free := shutil.disk_usage(directory).free) < needed:
-        raise BenchmarkError(
-            f"--dir has {free} bytes free and the deepest model needs {needed}; choose another one, or fewer --sizes"
-        )
+    machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
     cases = []
     for clip, accumulation in CASES:
         sizes = []
@@ -83,13 +79,11 @@ def measure(
             size = task.gpt2_parameters
             entries = [COMPUTE, *([PLAIN] if size <= plain_up_to else []), nvme(task, budget)]
             label = f"{size / 1e6:.1f} M, clip {clip:g}, {accumulation} micro-batches"
-            heat = Heat(task, directory, threads=Threads(), progress=_prefixed(progress, label))
+            heat = Heat(task, directory, threads=Threads(), progress=prefixed(progress, label))
             found = summaries(heat.run(entries, rounds=rounds, steps=steps), task)
             sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
         cases.append({"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)})
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
         | {"precision": bf16_emulation.precision_in_words()},
         "host_budget_bytes": budget,
@@ -104,10 +98,6 @@ def _flatness(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         part: round(max(each[part] for each in memory) / min(each[part] for each in memory), 4)
         for part in ("trainer", "daemon", "total")
     }
-
-
-def _prefixed(progress: Progress, label: str) -> Progress:
-    return lambda what: progress(f"{label}: {what}")
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -165,16 +155,18 @@ def main(
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     tasks, budget, rounds, steps = (QUICK, QUICK_BUDGET, 1, 2) if quick else (FULL[:sizes], FULL_BUDGET, rounds, steps)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(
+    report.run(
+        "depth",
+        "Memory by depth of the model",
+        "bench-depth",
+        lambda: measure(
             tasks, budget, directory, rounds=rounds, steps=steps, plain_up_to=plain_up_to, progress=console.print
-        )
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-depth: {error}", err=True)
-        raise typer.Exit(1) from None
-    title = "Memory by depth of the model"
-    report.conclude("depth", title, result, markdown(result), "make bench-depth", as_json=as_json, results=results)
+        ),
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -137,8 +136,6 @@ def measure(
     roof = roofline(found, rates)
     value = found["host"]["median"] / roof["seconds"]
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": asdict(task) | {"parameters": task.gpt2_parameters, "rounds": rounds, "steps": steps},
         "gpu": None if device == "cpu" else torch.get_device_module(device).get_device_name(),
         "links": rates,
@@ -217,26 +214,23 @@ def main(
     task = TrainingTask(layers=layers, hidden=hidden, batch=batch, tokens=tokens, vocab=vocab)
     if quick:
         task, rounds, steps = TrainingTask(layers=2, hidden=HEAD_WIDTH, batch=2, tokens=32, vocab=512), 1, 2
-    try:
+
+    def run_heat() -> dict[str, Any]:
         if hidden % HEAD_WIDTH:
             raise BenchmarkError(f"--hidden is {hidden}, and has to be a multiple of {HEAD_WIDTH}")
         if device != "cpu" and not torch.get_device_module(device).is_available():
             raise BenchmarkError(f"--device is {device!r}, and torch finds none here; --device cpu --quick needs none")
-        directory.mkdir(parents=True, exist_ok=True)
-        needed = DISK_BYTES_PER_PARAMETER * task.gpt2_parameters
-        if (free := shutil.disk_usage(directory).free) < needed:
-            raise BenchmarkError(f"--dir has {free} bytes free and {needed} are needed; choose another one")
+        machine.check_free_bytes(directory, DISK_BYTES_PER_PARAMETER * task.gpt2_parameters, "the benchmark")
         entries = entries_of(task, device, deepspeed_dir, console.print)
-        result = measure(task, entries, directory, rounds=rounds, steps=steps, progress=console.print)
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-gpu: {error}", err=True)
-        raise typer.Exit(1) from None
-    report.conclude(
+        return measure(task, entries, directory, rounds=rounds, steps=steps, progress=console.print)
+
+    report.run(
         "gpu",
         "A training step on a GPU",
-        result,
-        markdown(result),
-        "make bench-gpu",
+        "bench-gpu",
+        run_heat,
+        markdown,
+        directory=directory,
         as_json=as_json,
         results=results,
     )

@@ -22,8 +22,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.machine import ROOT
+from benchmarks.common.measure import BenchmarkError
 
 # The ratio of a quick run: the computation takes longer.
 QUICK = ("--ratio", "2")
@@ -32,11 +33,13 @@ app = typer.Typer(add_completion=False)
 
 
 def measure(*arguments: str) -> dict[str, Any]:
-    """Run the program on the simulated device, and return its figures. It can raise CalledProcessError."""
+    """Run the program on the simulated device, and return its figures. It can raise BenchmarkError."""
     command = [sys.executable, "-m", "tests.device.overlap", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"the run has ended with {done.returncode}; its messages are above")
     figures: dict[str, Any] = json.loads(done.stdout)
-    return {"machine": machine.describe(ROOT), "provenance": machine.provenance(), **figures}
+    return figures
 
 
 def _share(figures: dict[str, Any], direction: str) -> str:
@@ -83,13 +86,16 @@ def main(
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
-    try:
-        result = measure(*(QUICK if quick else ()))
-    except subprocess.CalledProcessError as error:
-        typer.echo(f"bench-overlap: the run has ended with {error.returncode}; its messages are above", err=True)
-        raise typer.Exit(1) from None
-    title = "Copies beside computation, on a simulated device"
-    report.conclude("overlap", title, result, markdown(result), "make bench-overlap", as_json=as_json, results=results)
+    report.run(
+        "overlap",
+        "Copies beside computation, on a simulated device",
+        "bench-overlap",
+        lambda: measure(*(QUICK if quick else ())),
+        markdown,
+        directory=ROOT,
+        as_json=as_json,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

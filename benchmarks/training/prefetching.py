@@ -32,8 +32,8 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common import report
+from benchmarks.common.measure import Progress, Threads
 from benchmarks.training import bf16_emulation
 from benchmarks.training.entries import ours
 from benchmarks.training.heat import Heat, Standing
@@ -96,8 +96,6 @@ def measure(
         about = {"predictable": model.predictable, "parameters": size, "host_budget_bytes": budget}
         models[model.kind] = about | _figures(standing)
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {kind: asdict(task) for kind, task in task_of.items()}
         | {"rounds": rounds, "steps": steps}
         | {"precision": bf16_emulation.precision_in_words()},
@@ -200,19 +198,16 @@ def main(
         model.kind: TrainingTask(model=model.kind, layers=layers, hidden=hidden, batch=4, tokens=tokens, vocab=512)
         for model in MODELS
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(
-            task_of,
-            directory,
-            rounds=rounds,
-            steps=steps,
-            progress=console.print,
-        )
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-moe: {error}", err=True)
-        raise typer.Exit(1) from None
-    report.conclude("moe", "Prefetching", result, markdown(result), "make bench-moe", as_json=as_json, results=results)
+    report.run(
+        "moe",
+        "Prefetching",
+        "bench-moe",
+        lambda: measure(task_of, directory, rounds=rounds, steps=steps, progress=console.print),
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from rich.console import Console
 
 from benchmarks import plots
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common.measure import Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation
 from benchmarks.training.entries import COMPUTE, ours
 from benchmarks.training.heat import Heat
@@ -62,20 +61,14 @@ def measure(
     sizes = []
     for task in tasks:
         size, budget = task.gpt2_parameters, host_budget_bytes(task)
-        needed = DISK_BYTES_PER_PARAMETER * size
-        if (free := shutil.disk_usage(directory).free) < needed:
-            raise BenchmarkError(
-                f"--dir has {free} bytes free and a model of {size} parameters needs {needed}; choose another one, or "
-                "fewer --sizes"
-            )
+        needed, model = DISK_BYTES_PER_PARAMETER * size, f"a model of {size} parameters"
+        machine.check_free_bytes(directory, needed, model, "choose another one, or fewer --sizes")
         nvme = ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=budget, deferred=True)
-        heat = Heat(task, directory, threads=Threads(), progress=_prefixed(progress, size))
+        heat = Heat(task, directory, threads=Threads(), progress=prefixed(progress, f"{size / 1e6:.1f} M"))
         found = summaries(heat.run([COMPUTE, nvme], rounds=rounds, steps=steps), task)
         about = {"parameters": size, "layers": task.layers, "hidden": task.hidden, "host_budget_bytes": budget}
         sizes.append(about | found)
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
         | {"precision": bf16_emulation.precision_in_words()},
         "sizes": sizes,
@@ -89,10 +82,6 @@ def _growth(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:
         "seconds": round(last["nvme"]["median"] / first["nvme"]["median"] / larger, 4),
         "memory": round(last["nvme"]["memory"]["total"] / first["nvme"]["memory"]["total"] / larger, 4),
     }
-
-
-def _prefixed(progress: Progress, size: int) -> Progress:
-    return lambda what: progress(f"{size / 1e6:.1f} M: {what}")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -147,19 +136,13 @@ def main(
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     tasks, rounds, steps = (QUICK, 1, 2) if quick else (FULL[:sizes], rounds, steps)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(tasks, directory, rounds=rounds, steps=steps, progress=console.print)
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-scale: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = markdown(result)
-    report.conclude(
+    result = report.run(
         "scale",
         "Cost by size of the model",
-        result,
-        body,
-        "make bench-scale",
+        "bench-scale",
+        lambda: measure(tasks, directory, rounds=rounds, steps=steps, progress=console.print),
+        markdown,
+        directory=directory,
         as_json=as_json,
         results=results,
     )

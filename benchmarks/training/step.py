@@ -15,7 +15,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -26,7 +25,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common.measure import Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation, tables
 from benchmarks.training.contestant_process import Entry
 from benchmarks.training.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
@@ -113,8 +112,6 @@ def measure(
         BenchmarkError: a contestant that is not optional failed, or this project's losses are wrong.
     """
     result: dict[str, Any] = {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": asdict(task)
         | {"parameters": task.gpt2_parameters, "precision": bf16_emulation.precision_in_words()}
         | {"rounds": rounds, "steps": steps}
@@ -123,14 +120,10 @@ def measure(
     found: dict[str, Mapping[str, Any]] = {}
     for name in heats:
         peers, absent = peers_of(name, task, environment)
-        heat = Heat(task, directory, threads=threads, progress=_prefixed(progress, name))
+        heat = Heat(task, directory, threads=threads, progress=prefixed(progress, name))
         entries = [*entries_of(name, task, nvme_host_budget_bytes), *peers]
         found[name] = summaries(heat.run(entries, rounds=rounds, steps=steps), task) | absent
     return result | {"heats": found, "targets": targets(found)}
-
-
-def _prefixed(progress: Progress, heat: HeatName) -> Progress:
-    return lambda what: progress(f"{heat}: {what}")
 
 
 @app.command(help=__doc__)
@@ -163,12 +156,11 @@ def main(
     if quick:
         task = TrainingTask(layers=2, hidden=HEAD_WIDTH, batch=2, tokens=32, vocab=512, clip=clip)
         rounds, steps, nvme_host_budget_mib = 1, 2, 32
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def run_heats() -> dict[str, Any]:
         needed = max(LEAST_DISK_BYTES, DISK_BYTES_PER_PARAMETER * task.gpt2_parameters)
-        if (free := shutil.disk_usage(directory).free) < needed:
-            raise BenchmarkError(f"--dir has {free} bytes free and {needed} are needed; choose another one")
-        result = measure(
+        machine.check_free_bytes(directory, needed, "the benchmark")
+        return measure(
             task,
             heats or list(HeatName),
             directory=directory,
@@ -179,11 +171,17 @@ def main(
             environment=_environment(deepspeed_dir, console.print),
             progress=console.print,
         )
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-step: {error}", err=True)
-        raise typer.Exit(1) from None
-    body = tables.markdown(result)
-    report.conclude("step", "A training step", result, body, "make bench-step", as_json=as_json, results=results)
+
+    report.run(
+        "step",
+        "A training step",
+        "bench-step",
+        run_heats,
+        tables.markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+    )
 
 
 def _environment(directory: Path | None, progress: Progress) -> DeepSpeedEnvironment | str | None:

@@ -14,7 +14,6 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.common.measure import Progress, Threads
 from benchmarks.training import bf16_emulation
 from benchmarks.training.entries import COMPUTE, ours
 from benchmarks.training.heat import Heat
@@ -57,11 +56,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure both contestants, and return the result; see the module. It can raise BenchmarkError."""
     size = task.gpt2_parameters
-    needed = DISK_BYTES_PER_PARAMETER * size
-    if (free := shutil.disk_usage(directory).free) < needed:
-        raise BenchmarkError(
-            f"--dir has {free} bytes free and a model of {size} parameters needs {needed}; choose another one"
-        )
+    machine.check_free_bytes(directory, DISK_BYTES_PER_PARAMETER * size, f"a model of {size} parameters")
     tiled = ours(
         "tiled",
         task,
@@ -77,8 +72,6 @@ def measure(
         task,
     )
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": {
             "rounds": rounds,
             "steps": steps,
@@ -145,9 +138,11 @@ def main(
     task, tiling = (QUICK, QUICK_TILING) if quick else (FULL, FULL_TILING)
     if quick:
         host_budget, rounds, steps = QUICK_BUDGET_BYTES, 1, 2
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(
+    report.run(
+        "width",
+        "A layer of four times the host budget",
+        "bench-width",
+        lambda: measure(
             task,
             directory,
             host_budget_bytes=host_budget,
@@ -155,16 +150,9 @@ def main(
             rounds=rounds,
             steps=steps,
             progress=console.print,
-        )
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-width: {error}", err=True)
-        raise typer.Exit(1) from None
-    report.conclude(
-        "width",
-        "A layer of four times the host budget",
-        result,
-        markdown(result),
-        "make bench-width",
+        ),
+        markdown,
+        directory=directory,
         as_json=as_json,
         results=results,
     )
