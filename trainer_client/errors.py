@@ -7,7 +7,7 @@ errors.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import grpc
 
@@ -92,19 +92,19 @@ class PhaseError(TrainerClientError, RuntimeError, AssertionError):
     """
 
 
-class ReleasedParameterError(TrainerClientError, RuntimeError):
-    """A function of torch needs the values of a parameter that is released, so that only the store has them.
+class ParameterUseError(TrainerClientError, RuntimeError):
+    """A function of torch needs the values of a parameter that are not there; each subclass knows a reason.
 
     Args:
         fqn: the parameter's name.
         function: name of torch's function.
     """
 
+    # The end of the message: why the values are not there, and what to do.
+    _reason: ClassVar[str] = ", and its values are not there"
+
     def __init__(self, fqn: str, function: str) -> None:
-        super().__init__(
-            f"parameter {fqn} was given to {function} outside of any forward of the model: its values are in the "
-            "store; read them within engine.gathered(...), or use them within a module's forward"
-        )
+        super().__init__(f"parameter {fqn} was given to {function}{self._reason}")
         self.fqn = fqn
         self.function = function
 
@@ -113,26 +113,22 @@ class ReleasedParameterError(TrainerClientError, RuntimeError):
         return type(self), (self.fqn, self.function)
 
 
-class TiledParameterError(TrainerClientError, RuntimeError):
-    """A function of torch needs the values of a parameter whose tiles are gathered one after the other.
+class ReleasedParameterError(ParameterUseError):
+    """A function of torch needs the values of a parameter that is released, so that only the store has them."""
 
-    Args:
-        fqn: the parameter's name.
-        function: name of torch's function.
-    """
+    _reason = (
+        " outside of any forward of the model: its values are in the store; read them within engine.gathered(...), or "
+        "use them within a module's forward"
+    )
 
-    def __init__(self, fqn: str, function: str) -> None:
-        super().__init__(
-            f"parameter {fqn} was given to {function}, and it is never whole, because paramserver.tiling cuts it into "
-            "tiles: compute with it through the forward of its layer, read it within engine.gathered(...), or add its "
-            "name to paramserver.tiling.exclude"
-        )
-        self.fqn = fqn
-        self.function = function
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Return how pickle makes this error again, because its arguments are not those of `Exception`."""
-        return type(self), (self.fqn, self.function)
+class TiledParameterError(ParameterUseError):
+    """A function of torch needs the values of a parameter whose tiles are gathered one after the other."""
+
+    _reason = (
+        ", and it is never whole, because paramserver.tiling cuts it into tiles: compute with it through the forward "
+        "of its layer, read it within engine.gathered(...), or add its name to paramserver.tiling.exclude"
+    )
 
 
 class CollectiveError(TrainerClientError, RuntimeError):
