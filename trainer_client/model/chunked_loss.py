@@ -12,14 +12,13 @@ to the dtype of the computation, as they are without chunks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer_client.model.tiled_layers import tiled_layer_of
+from trainer_client.model.tiled_layers import check_range, tiled_layer_of
 
 IGNORE_INDEX = -100
 
@@ -65,11 +64,15 @@ def chunked_cross_entropy(
     targets = labels.reshape(-1).to(hidden.device)
     counts = targets != ignore_index
     rows: int = head.weight.shape[0]  # type: ignore[assignment, index]
-    _check_labels(targets, counts, rows)
+    check_range(torch.where(counts, targets, 0), rows, f"a label is out of bounds: the head has {rows} rows")
     bias: torch.Tensor | None = getattr(head, "bias", None)
     # A label that does not count is in no tile.
     targets = torch.where(counts, targets, -1)
-    compute = partial(_reduce_logits, tokens=tokens, dtype=_autocast_dtype(hidden.device) or hidden.dtype)
+    dtype = _autocast_dtype(hidden.device) or hidden.dtype
+
+    def compute(weight: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+        return _ReducedLogits.apply(weight, *inputs, tokens, dtype)  # type: ignore[no-untyped-call, no-any-return]
+
     layer = tiled_layer_of(head)
     if layer is None:
         # This use of the parameter has it gathered, if it is not.
@@ -88,16 +91,10 @@ def chunked_cross_entropy(
     return loss if reduction == "sum" else loss / counts.sum()
 
 
-def _reduce_logits(
-    weight: torch.Tensor,
-    hidden: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    *,
-    tokens: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return [2, n] in fp32: of each token the logarithm of the sum of exponentials, and the logit of its label.
+class _ReducedLogits(torch.autograd.Function):
+    """The numbers that the loss needs of the logits of some rows; the backward pass makes these logits again.
+
+    They are [2, n] in fp32: of each token the logarithm of the sum of exponentials, and the logit of its label.
 
     Args:
         weight: [rows, features].
@@ -107,11 +104,6 @@ def _reduce_logits(
         tokens: how many tokens make logits at once.
         dtype: of the matrix products.
     """
-    return _ReducedLogits.apply(weight, hidden, bias, labels, tokens, dtype)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _ReducedLogits(torch.autograd.Function):
-    """The arithmetic of `_reduce_logits`, whose backward pass makes the logits again."""
 
     @staticmethod
     def forward(
@@ -189,12 +181,3 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
-
-
-def _check_labels(labels: torch.Tensor, counts: torch.Tensor, rows: int) -> None:
-    """Refuse labels that are no index of the vocabulary: on the CPU at once, elsewhere in stream order."""
-    are_inside = (~counts | ((labels >= 0) & (labels < rows))).all()
-    if labels.device.type != "cpu":
-        torch._assert_async(are_inside)
-    elif not are_inside:
-        raise IndexError(f"a label is out of bounds: the head has {rows} rows")

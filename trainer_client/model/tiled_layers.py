@@ -83,6 +83,19 @@ def why_not(module: nn.Module, name: str) -> str | None:
     return None
 
 
+def check_range(indices: torch.Tensor, rows: int, message: str) -> None:
+    """Refuse indices of no row, as torch's own embedding does: on the CPU at once, elsewhere in stream order.
+
+    Raises:
+        IndexError: an index on the CPU is out of range. It has the message.
+    """
+    are_inside = ((indices >= 0) & (indices < rows)).all()
+    if indices.device.type != "cpu":
+        torch._assert_async(are_inside)
+    elif not are_inside:
+        raise IndexError(message)
+
+
 def _kind_of(module: nn.Module) -> str | None:
     """Return the name of the class whose forward the module has, if that can be tiled."""
     forward = type(module).forward
@@ -135,7 +148,8 @@ def _apply_conv1d(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 
 def _embedding(layer: TiledLayer) -> Forward:
     def forward(input: torch.Tensor) -> torch.Tensor:
-        _check_range(input, layer.tiles[-1].weight.last_row)
+        size = layer.tiles[-1].weight.last_row
+        check_range(input, size, f"index out of range in self: an Embedding has {size} rows")
         padding: int | None = layer.module.padding_idx  # type: ignore[assignment]
         output: torch.Tensor | None = None
         for tile in layer.used_tiles():
@@ -155,15 +169,6 @@ def _embedding(layer: TiledLayer) -> Forward:
 
 def _look_up(weight: torch.Tensor, input: torch.Tensor, *, padding: int | None) -> torch.Tensor:
     return functional.embedding(input, weight, padding)
-
-
-def _check_range(indices: torch.Tensor, rows: int) -> None:
-    """Refuse indices that no tile has, as torch's own embedding does: on the CPU at once, elsewhere in stream order."""
-    are_inside = ((indices >= 0) & (indices < rows)).all()
-    if indices.device.type != "cpu":
-        torch._assert_async(are_inside)
-    elif not are_inside:
-        raise IndexError(f"index out of range in self: an Embedding has {rows} rows")
 
 
 _FORWARDS: dict[str | None, Callable[[TiledLayer], Forward]] = {
