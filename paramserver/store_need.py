@@ -1,8 +1,8 @@
 """The bytes that a job takes of a store, computed from its declaration alone with the records of the storage engine.
 
 `paramserver plan` gets this function, because the planner lies in `trainer_client`, which imports nothing of the
-storage engine. This module must never open a store. tests/integration/test_store_need.py compares the figures with an
-engine's.
+storage engine. This module must never open a store. tests/integration/test_plan.py compares the figures with those of a
+daemon.
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.store_need import StoreNeed
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.admission import HostNeed
+from storage.need import HostNeed, versions_needed
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, TierName
 from storage.slab import Group, Slab, Tally
 from storage.tiers.base import round_up
 from storage.tiers.slots import FIRST_SLOT_BYTE, SLOT_BYTES
-from storage.transform import (
-    BYTES_PER_TILE_ELEMENT,
-    LEAST_TILE_BYTES,
-    MOST_TILE_BYTES,
-    TILE_BUDGET_FRACTION,
-    TILE_QUANTUM,
-    TILE_SETS,
-    host_budget_for,
-)
-
-_UNITS_OF_A_RANK = 2
+from storage.transform import host_budget_for, tile_buffer_bytes
 
 
 def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_budget: int) -> StoreNeed:
@@ -46,20 +36,18 @@ def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_
     tally = Tally()
     for group in convert.group_specs(spec, groups):
         tally.add(_group(spec, group, tally))
-    ranks = spec.local_ranks
-    leased = tally.passing[-(UNITS_MAPPED_AT_ONCE if ranks == 1 else _UNITS_OF_A_RANK * ranks) :]
-    host = HostNeed(
-        home_bytes=tally.home_bytes,
-        gradient_bytes=sum(tally.gradients[-GRADIENTS_AT_ONCE * ranks :]),
-        all_gradient_bytes=tally.gradient_bytes,
-        units=len(leased),
-        units_bytes=sum(leased),
+    host = HostNeed.of(
+        [(tally, spec.local_ranks)],
+        units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
+        gradients_of_a_rank=GRADIENTS_AT_ONCE,
     )
     header = round_up(FIRST_SLOT_BYTE + DaemonConfig.model_fields["max_sessions"].default * SLOT_BYTES)
-    buffers = _buffer_bytes(host_budget)
+    buffers = tile_buffer_bytes(host_budget)
     # The storage engine keeps all gradients in host memory if they fit, and spills none then.
-    fits = header + buffers + host.total_without_spilling <= host_budget
-    nvme = tally.missing_bytes(TierName.NVME, lambda backing: _versions(spec, backing))
+    fits = host.fits_without_spilling(host_budget, header + buffers)
+    nvme = tally.missing_bytes(
+        TierName.NVME, lambda backing: versions_needed(spec, backing, TierName.NVME, is_durable=True)
+    )
     return StoreNeed(
         home_bytes=host.home_bytes,
         gradient_bytes=host.all_gradient_bytes if fits else host.gradient_bytes,
@@ -85,18 +73,3 @@ def _group(job: JobSpec, spec: GroupSpec, tally: Tally) -> Group:
             backing = None if volatile else TierName.NVME
             slabs.append(Slab(SlabKey(job.identity, spec.name, slab.kind), slab, spec.numel, backing, tally))
     return Group(spec, tuple(slabs))
-
-
-def _versions(job: JobSpec, backing: TierName | None) -> int:
-    """Return the number of versions for which the admission reserves room on NVMe, as storage/admission.py does."""
-    settling = 1 if job.local_ranks < job.world_size else 0
-    snapshots = 2 if job.durability.every_steps > 1 else 0
-    return (0 if backing is None else 2 + settling) + snapshots
-
-
-def _buffer_bytes(host_budget: int) -> int:
-    """Return the bytes of the tile buffers, as TilePool of storage/transform.py cuts them."""
-    room = max(LEAST_TILE_BYTES, min(host_budget // TILE_BUDGET_FRACTION, MOST_TILE_BYTES))
-    quanta = room // BYTES_PER_TILE_ELEMENT // TILE_QUANTUM
-    sets = min(quanta, TILE_SETS)
-    return sets * round_up(quanta // sets * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT)

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from storage.errors import BudgetExceededError
 from storage.gradients import Gradients
 from storage.job_table import JobTable
+from storage.need import HostNeed, versions_needed
 from storage.reader import StepReader
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import BackingTier, Region
@@ -41,45 +42,6 @@ class Limit:
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     counts_readers: bool = False
-
-
-# Each of several ranks copies its units out of the arena, and leases two at a time: the unit that it copies and the
-# next one.
-_UNITS_OF_A_RANK = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNeed:
-    """The bytes of the host tier that cannot be evicted at the worst moment of a step.
-
-    They are copies of slabs placed there, the gradients that ranks have not parked, and the units that each rank has
-    leased.
-    """
-
-    home_bytes: int
-    # The bytes of the largest gradients that the ranks can have at once without parking them.
-    gradient_bytes: int
-    # The bytes of all gradients of a step.
-    all_gradient_bytes: int
-    units: int
-    # The bytes of the `units` largest units.
-    units_bytes: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all bytes."""
-        return self.home_bytes + self.gradient_bytes + self.units_bytes
-
-    @property
-    def total_without_spilling(self) -> int:
-        """The sum of all bytes if all gradients of a step are in host memory."""
-        return self.total - self.gradient_bytes + self.all_gradient_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients at once, "
-            f"{self.units_bytes} of {self.units} units in use or on their way"
-        )
 
 
 class Admission:
@@ -113,6 +75,8 @@ class Admission:
         self._tile_bytes = tile_bytes
         self._units_of_a_rank_alone = units_of_a_rank_alone
         self._gradients_of_a_rank = gradients_of_a_rank
+        # The need of all jobs. It is None if it may have changed since it was computed.
+        self._known_need: HostNeed | None = None
 
     def reserve(self) -> None:
         """Make sure that the next steps of all jobs find room on the backing tiers, or raise BudgetExceededError."""
@@ -157,22 +121,42 @@ class Admission:
     def _holds_all_gradients(self, host_budget_bytes: int | None = None) -> bool:
         """Return whether a host budget, by default the present one, has room for all gradients of a step."""
         budget = self._host.budget_bytes if host_budget_bytes is None else host_budget_bytes
-        return self._fixed_bytes + self._all_need().total_without_spilling <= budget
+        return self._all_need().fits_without_spilling(budget, self._fixed_bytes)
 
     def must_park(self, job: Job, limits: Iterable[Limit]) -> bool:
         """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all."""
-        return not self._holds_all_gradients() or any(
+        fits = self._last_need().fits_without_spilling(self._host.budget_bytes, self._fixed_bytes)
+        return not fits or any(
             limit.host_bytes is not None and self._need_under(limit, job).total_without_spilling > limit.host_bytes
             for limit in limits
         )
 
-    def spare_bytes(self) -> int:
-        """Return the bytes of the host budget that remain when all jobs have what cannot leave the host tier."""
-        return max(0, self._host.budget_bytes - self._fixed_bytes - self._all_need().total)
+    def room_for_parked(self, prefetch_bytes: int) -> int:
+        """Return the bytes of the arena that parked gradients may take, so that the rest of a step has its room.
+
+        All jobs keep what cannot leave the host tier, and prefetches keep `prefetch_bytes` or half of the rest.
+        """
+        spare = max(0, self._host.budget_bytes - self._fixed_bytes - self._last_need().total)
+        return spare - min(prefetch_bytes, spare // 2)
+
+    def forget_need(self) -> None:
+        """Have the need of all jobs computed anew; see `_last_need`."""
+        self._known_need = None
 
     @property
     def _fixed_bytes(self) -> int:
         return self._host.arena.header_bytes + self._tile_bytes
+
+    def _last_need(self) -> HostNeed:
+        """Return the need of all jobs as it was when one of them was opened, registered, ended or deleted last.
+
+        Each lease of a gradient asks for it, and computing it takes milliseconds in a store of a thousand jobs. The
+        copies of a job without ranks may have come or gone meanwhile. So the answer may only decide which gradients
+        leave the arena, and never whether a job is admitted.
+        """
+        if self._known_need is None:
+            self._known_need = self._all_need()
+        return self._known_need
 
     def _all_need(self) -> HostNeed:
         return self._host_need([job for job in self._jobs if job.spec.local_ranks or _has_copies(job)])
@@ -290,42 +274,19 @@ class Admission:
                 "place less on the host, or use more nodes"
             )
 
-    def _host_need(self, jobs: Sequence[Job]) -> HostNeed:
-        leased = [nbytes for job in jobs for nbytes in self._largest_units(job)]
-        return HostNeed(
-            home_bytes=sum(job.tally.home_bytes for job in jobs),
-            gradient_bytes=sum(map(self._largest_gradients, jobs)),
-            all_gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
-            units=len(leased),
-            units_bytes=sum(leased),
+    def _host_need(self, jobs: Iterable[Job]) -> HostNeed:
+        return HostNeed.of(
+            ((job.tally, job.spec.local_ranks) for job in jobs),
+            units_of_a_rank_alone=self._units_of_a_rank_alone,
+            gradients_of_a_rank=self._gradients_of_a_rank,
         )
-
-    def _largest_gradients(self, job: Job) -> int:
-        """Return the bytes of the largest gradients that the ranks of a job can have at once without parking them."""
-        count = self._gradients_of_a_rank * job.spec.local_ranks
-        return sum(job.tally.gradients[-count:]) if count else 0
-
-    def _largest_units(self, job: Job) -> list[int]:
-        """Return the bytes of the largest units that the ranks of a job can have leased at once.
-
-        Only units that are not placed in the host tier are listed, because the bytes of the others are in the sum of
-        all bytes that are placed there.
-        """
-        ranks = job.spec.local_ranks
-        count = self._units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks
-        return job.tally.passing[-count:] if count else []
 
 
 def _need(job: Job, tier: BackingTier[Any]) -> int:
-    """Return the bytes of a tier that the slabs of a job will need besides their present versions.
-
-    Each slab needs room for its committed and its pending version. If the job has ranks on other nodes, it also needs
-    room for the version before, which those ranks may not have replaced yet. With snapshots it needs room on the
-    durable tier for the last snapshot and the one under way.
-    """
-    settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
-    snapshots = 2 if tier.is_durable and job.spec.durability.every_steps > 1 else 0
-    return job.tally.missing_bytes(tier.name, lambda backing: (2 + settling if backing is tier.name else 0) + snapshots)
+    """Return the bytes of a tier that the slabs of a job will need besides their present versions."""
+    return job.tally.missing_bytes(
+        tier.name, lambda backing: versions_needed(job.spec, backing, tier.name, is_durable=tier.is_durable)
+    )
 
 
 def _has_copies(job: Job) -> bool:

@@ -644,9 +644,7 @@ class Engine:
         return self._job_registry.admission.must_park(job, limits)
 
     def _room_for_parked(self) -> int:
-        """Return the bytes of the arena that parked gradients may take, so that the rest of a step has its room."""
-        spare = self._job_registry.admission.spare_bytes()
-        return max(0, spare - min(self.config.prefetch_bytes, spare // 2))
+        return self._job_registry.admission.room_for_parked(self.config.prefetch_bytes)
 
     def take_staged(self, pin: Pin) -> ArenaRange:
         """Take the range of the arena with a slab's staged bytes away from the slab, and return it.

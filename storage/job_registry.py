@@ -97,6 +97,7 @@ class JobRegistry:
         if job.successor is not None or not _fits(job.spec, spec) or job.spec.layout != spec.layout:
             return None
         job.spec = spec
+        self.admission.forget_need()
         return job
 
     def attach(self, spec: JobSpec) -> Job:
@@ -114,6 +115,7 @@ class JobRegistry:
         # The number of ranks on this node may have changed, so take the new specification. A job in another layout
         # keeps its specification, without ranks.
         job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
+        self.admission.forget_need()
         return job
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
@@ -140,6 +142,7 @@ class JobRegistry:
         if before is not job:
             self._replace(before, job)
             self._jobs.by_name[job.spec.name] = job
+            self.admission.forget_need()
             before.announce()
 
     def _replace(self, before: Job, job: Job) -> None:
@@ -156,6 +159,7 @@ class JobRegistry:
                 return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._host_cache.free_copy(slab)
+        self.admission.forget_need()
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[Job | None]:
@@ -205,6 +209,7 @@ class JobRegistry:
             current.successor = None
         else:
             current.older.remove(job)
+        self.admission.forget_need()
         job.announce()
 
     def _free_slabs(self, slabs: Iterable[Slab]) -> None:
@@ -251,6 +256,7 @@ class JobRegistry:
                 await self._allocate_at_home([job.groups[spec.name] for spec in specs], until)
                 await job.index.add(new)
                 undo.pop_all()
+        self.admission.forget_need()
         return moved
 
     @asynccontextmanager
@@ -277,6 +283,7 @@ class JobRegistry:
             del job.groups[group.spec.name]
             self._free_slabs(group.slabs)
             job.tally.remove(group)
+        self.admission.forget_need()
 
     def _add_group(self, job: Job, spec: GroupSpec) -> Group:
         if job.newest is not None:

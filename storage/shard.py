@@ -106,11 +106,15 @@ class SlabKey:
 
     def label(self, step: int) -> str:
         """Return a name for a version of the slab, for traces, checksums and error texts."""
-        return f"{self.job}/{self.group}/{self.kind.value} at step {step}"
+        return f"{self._label_prefix}{step}"
 
     def is_of(self, label: str) -> bool:
         """Return whether a label is the name of a version of the slab at any step."""
-        return label.startswith(f"{self.job}/{self.group}/{self.kind.value} at step ")
+        return label.startswith(self._label_prefix)
+
+    @property
+    def _label_prefix(self) -> str:
+        return f"{self.job}/{self.group}/{self.kind.value} at step "
 
     def __str__(self) -> str:
         return f"{self.job_name}/{self.group}/{self.kind.value}"

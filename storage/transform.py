@@ -76,6 +76,20 @@ class Tile:
 Kernel = Callable[[Tile], None]
 
 
+def tile_buffer_bytes(host_budget: int) -> int:
+    """Return the bytes of all tile buffers of an engine with that host budget."""
+    sets, elements = _cut_buffers(host_budget)
+    return sets * round_up(elements * BYTES_PER_TILE_ELEMENT)
+
+
+def _cut_buffers(host_budget: int) -> tuple[int, int]:
+    """Return the number of tile buffers of an engine with that host budget, and the elements of each."""
+    room = max(LEAST_TILE_BYTES, min(host_budget // TILE_BUDGET_FRACTION, MOST_TILE_BYTES))
+    quanta = room // BYTES_PER_TILE_ELEMENT // TILE_QUANTUM
+    sets = min(quanta, TILE_SETS)
+    return sets, quanta // sets * TILE_QUANTUM
+
+
 @dataclass(slots=True, kw_only=True)
 class _Passage:
     """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
@@ -113,10 +127,7 @@ class TilePool:
                 f"{2 * LEAST_TILE_BYTES}"
             )
         self._host = host
-        room = max(LEAST_TILE_BYTES, min(host.budget_bytes // TILE_BUDGET_FRACTION, MOST_TILE_BYTES))
-        quanta = room // BYTES_PER_TILE_ELEMENT // TILE_QUANTUM
-        self._sets = min(quanta, TILE_SETS)
-        self.elements = quanta // self._sets * TILE_QUANTUM
+        self._sets, self.elements = _cut_buffers(host.budget_bytes)
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
         self._taking_two = asyncio.Lock()
         for _ in range(self._sets):
@@ -127,7 +138,7 @@ class TilePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self._sets * round_up(self.elements * BYTES_PER_TILE_ELEMENT)
+        return tile_buffer_bytes(self._host.budget_bytes)
 
     async def take(self) -> ArenaRange:
         """Wait until a buffer is free, and return it. The caller passes it to `free` afterwards."""

@@ -49,7 +49,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
 
 
 def spilling(engine: Engine) -> Callable[[Gradient], Awaitable[None]]:
-    """Return what parks a gradient, and waits until it is spilled."""
+    """Return a function that parks a gradient and waits until it is spilled."""
 
     async def spill(gradient: Gradient) -> None:
         engine.gradients.park(gradient)
@@ -120,6 +120,24 @@ async def test_gradients_that_fit_are_not_spilled(tmp_path: Path) -> None:
         assert engine.gradients.parked_bytes == sum(gradient.nbytes for gradient in gradients)
         for gradient in gradients:
             engine.gradients.free(gradient)
+
+
+async def test_a_job_is_to_park_only_while_other_jobs_take_the_room(tmp_path: Path) -> None:
+    """The engine keeps the need of all jobs until one of them is registered, ends, comes back or is deleted."""
+    room = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 512 * MIB, "gradients_of_a_rank": 1}
+    other = replace(LAYOUT, name="other", groups=tuple(f"block.{i}" for i in range(12)))
+    async with opened(tmp_path, **room) as engine:
+        small = await Training(engine, replace(LAYOUT, name="small", groups=("a",))).begin()
+        assert not engine.must_park(small.job)
+        alone = engine.gradients._room()
+        large = await Training(engine, other).begin()
+        assert engine.must_park(small.job) and engine.gradients._room() < alone
+        await engine.end_run(large.job)
+        assert not engine.must_park(small.job) and engine.gradients._room() == alone
+        await large.open()
+        assert engine.must_park(small.job) and engine.gradients._room() < alone
+        await engine.delete_job(other.name)
+        assert not engine.must_park(small.job) and engine.gradients._room() == alone
 
 
 async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(
@@ -199,7 +217,7 @@ async def test_a_gradient_is_spilled_while_its_update_reads_it(
 async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
     layout: Layout, tmp_path: Path, without_room: Callable[[Engine], None]
 ) -> None:
-    """The gradient is what `withdraw` leaves, so the update may be made by another rule."""
+    """A withdrawal leaves the gradient as it was, so another rule may make the update anew."""
     async with opened(tmp_path, **ROOM) as engine:
         training = await Training(engine, layout).begin()
         without_room(engine)
