@@ -325,9 +325,8 @@ class ParameterStoreServicer:
         keeps the leases, and may hand the gradients over, as they are. The store keeps a parked gradient in host memory
         while there is room, and else writes it to NVMe and reads it back tile by tile for its update.
 
-        A client recalls a
-        gradient with AcquireLeases, which returns the same lease with the place where the bytes are now. Parking a gradient
-        twice has no effect. Returns at once.
+        A client recalls a gradient with AcquireLeases, which returns the same lease with the place where the bytes are
+        now. Parking a gradient twice has no effect. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -284,7 +284,7 @@ def test_a_job_moves_between_stores_and_what_it_left_behind_is_obsolete(stores: 
 
 
 def test_ranks_go_on_at_the_stores_of_other_ranks(stores: Stores, tmp_path: Path) -> None:
-    """The layout would fit, but each store has the part of another rank: first of the other one, then of both."""
+    """The layout would fit, but each rank's store has the other rank's part. Then both ranks use one store."""
     first, second = stores.first.address, stores.second.address
     here = Part(job="swapped", until=0, addresses=(first, second))
     swapped, together = replace(here, addresses=(second, first)), replace(here, addresses=(first,), peers=(second,))

@@ -46,7 +46,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_replica_that_has_newer_steps_does_not_undo_a_roll_back(addresses: list[str], job: str) -> None:
-    """The job retains its last snapshot, too. The replica holds afterwards what the job does then."""
+    """The replica is rolled back as well, and afterwards it has the newest step of the job again."""
     own, holder, _ = addresses
     part = with_replicas(Part(job=job, until=3, addresses=(own,)), addresses[:2], SNAPSHOTS)
     train_part(part)

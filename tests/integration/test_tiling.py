@@ -57,8 +57,9 @@ def both(address: str, job: str) -> list[Run]:
 
 
 def assert_close(tiled: Result, whole: Result, precision: str) -> None:
-    # fp32: sums in another order. bf16: the gradients of inputs are sums of rounded parts, of 8 bits each. The gradient
-    # of some biases is nothing but rounding, of which AdamW makes steps of the learning rate, 0.01.
+    # In fp32, layers in tiles add up in another order. In bf16 they also round each part of the gradients of inputs to
+    # 8 bits. The gradients of some biases would be 0 without rounding, so AdamW makes steps of the whole learning rate,
+    # 0.01, in directions that only the rounding decides.
     rtol = 1e-4 if precision == "fp32" else 2e-2
     torch.testing.assert_close(tiled.losses, whole.losses, rtol=rtol, atol=1e-5)
     torch.testing.assert_close(tiled.norms, whole.norms, rtol=1e-3, atol=1e-5)
@@ -241,7 +242,8 @@ def test_tiling_is_refused_where_parameters_stay_whole(model_store: str, job: st
         start(build_model(Run()), config)
 
 
-# Beyond tiles: activations, memory that the heap keeps, buffers of gRPC and torch; see test_memory.py.
+# A rank needs this memory besides tiles: for activations, for what the heap keeps, and for buffers of gRPC and torch;
+# see test_memory.py.
 OVERHEAD_BYTES = 40 * MIB
 
 

@@ -12,7 +12,7 @@ from trainer_client.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParameter:
-    """A parameter of the model, or a tile of one: some of its rows, which are a tensor of their own; see tiles.py.
+    """A parameter of the model, or a tile of one: some of its rows, which are a tensor of their own; see tile.py.
 
     Attributes:
         index: its number in the model's order, which includes frozen parameters. A tile has that of its parameter.

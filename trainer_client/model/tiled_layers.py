@@ -159,7 +159,8 @@ def _embedding(layer: TiledLayer) -> Forward:
             in_tile = padding is not None and weight.first_row <= padding < weight.last_row
             local_padding = padding - weight.first_row if in_tile and padding is not None else None
             rows = tile.use(partial(_look_up, padding=local_padding), local)
-            # Rows of other tiles get no gradient here, and of the first tile's the others replace what is not its own.
+            # The first tile gives a wrong row for each index of another tile. That tile's own row replaces it here, and
+            # so the gradient of the wrong row is zero.
             output = rows if output is None else torch.where(is_inside.unsqueeze(-1), rows, output)
         assert output is not None, "a tiled weight has several tiles"
         return output

@@ -26,8 +26,8 @@ from trainer_client.model.unit_policy import UnitSpec
 
 log = logging.getLogger(__name__)
 
-# `auto`: of this share of the host budget, so that the tiles that a rank has leased, those that are fetched ahead, the
-# optimizer's buffers and the other units fit beside each other.
+# With `auto` a tile has at most this part of the host budget, so that the tiles that a rank has leased, those that are
+# fetched ahead, the optimizer's buffers and the other units fit beside each other.
 AUTO_SHARE = 32
 
 

@@ -26,14 +26,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """A unit and the parameters that belong to it. Its forward is that of `module`, or of another of a tile's uses.
+    """A unit and the parameters that belong to it. It is in use while `module`, or one of `other_uses`, is called.
 
     Attributes:
         fqn: name of its module; "" is the root.
         module: its module.
         parameters: its parameters, in the model's order.
         tile: the tile that the unit is; None if it is a unit of a module of the model.
-        other_uses: of a tile of a tied weight: the modules of its other uses.
+        other_uses: the modules of the other uses of a tile; only a tile of a tied weight has some.
     """
 
     fqn: str

@@ -1,7 +1,7 @@
 """The copies of parameters on a planned rank's device: how much memory they take, and which reads they save.
 
-This module owns the order in which a rank reads its units. It must never decide which copy stays, because the store
-does: its own directory is asked.
+This module owns the order in which a rank reads its units. It must never decide which copy stays, because the
+directory of the store does.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _reads(steps: Sequence[Sequence[PlannedUnit]]) -> Iterator[DeviceRead]:
         version = step if group.trainable else 0
         next_use = following.get((group.name, version))
         if next_use is None and not group.trainable:
-            # The steps go on after the last one of these.
+            # The job goes on after the planned steps, so it reads a frozen group again.
             next_use = position + len(sequence)
         following[group.name, version] = position
         backwards.append(DeviceRead(slab=group.name, version=version, nbytes=group.partition_bytes, next_use=next_use))

@@ -140,7 +140,8 @@ class BackwardPasses:
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
         is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
         if is_last and reduces:
-            # By now the store has made the last step, for which the forward has waited, unless copies take longer.
+            # The forward has waited until the store had made the last step. Only a step whose values are still being
+            # copied from the device is not made yet.
             self._commits.make_way()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         return BackwardPlan(

@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """What is known of a gradient that was parked.
+    """A gradient that was parked, as this process knows it.
 
     Attributes:
         nbytes: its size.

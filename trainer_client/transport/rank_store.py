@@ -58,8 +58,8 @@ __all__ = ["GroupUpdate", "LaterValues", "RankStore", "SlabName", "Value"]
 
 T = TypeVar("T")
 
-# Makes a context in which values are copied from the device, and which ends when they are; the argument is called
-# again and again during that wait, and may raise to end it.
+# A function that makes a context in which values are copied from the device. The end of the context waits for the
+# copies; it calls the argument again and again meanwhile, which may raise to end the wait.
 Copying = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 

@@ -28,7 +28,7 @@ HOST_BUDGET = LAYER_BYTES // 4
 TILE_BYTES = MIB
 TOKENS = 64
 CHUNK = 16
-# From malloc.h.
+# The number of this option of `mallopt`, from malloc.h.
 M_MMAP_THRESHOLD = -3
 
 

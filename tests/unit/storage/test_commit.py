@@ -251,7 +251,7 @@ async def test_the_last_step_stays_until_every_rank_has_the_newer_one(tmp_path: 
 
 
 async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path: Path) -> None:
-    """One that goes further back replaces those that it covers, and the trainer's own ones are not recorded."""
+    """A roll-back replaces former ones to the same or a later step, and a trainer's roll-back is not recorded."""
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout(world_size=2)).begin()
         for _ in range(3):

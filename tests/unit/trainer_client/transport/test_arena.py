@@ -339,7 +339,7 @@ def test_nothing_is_registered_where_the_store_does_not_expect_it(path: Path, ca
 def test_a_mapping_whose_last_view_goes_during_a_search_is_no_error(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The garbage collector may run in the search, and end an arena of before; test_outliving.py has shown it."""
+    """The garbage collector may run during the search and end an earlier mapping; test_outliving.py has shown it."""
     former, compare = map_arena(path), arena_module._is_it
     nonce = bytes(reversed(NONCE))
     wanted = description(make_arena(tmp_path / "next arena", nonce))
