@@ -15,6 +15,9 @@ from storage.slab import Tally
 # Each of several ranks copies its units out of the arena, and leases two at a time: the unit that it copies and the
 # next one.
 _UNITS_OF_A_RANK = 2
+# Gradients are kept in host memory without parking them if they leave this part of the room free; see
+# `HostNeed.fits_without_spilling`.
+_PART_LEFT_FREE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +78,15 @@ class HostNeed:
     def fits_without_spilling(self, host_budget_bytes: int, fixed_bytes: int) -> bool:
         """Return whether a host budget has room for all gradients of a step.
 
+        An eighth of the room is left out. Gradients and leased units are ranges of many sizes that cannot be moved, so
+        an arena that is nearly full of them can have free bytes and yet no hole that is large enough for the next one.
+
         Args:
             host_budget_bytes: the bytes of the budget.
             fixed_bytes: the bytes of it that header and tile buffers take.
         """
-        return fixed_bytes + self.total_without_spilling <= host_budget_bytes
+        room = host_budget_bytes - fixed_bytes
+        return self.total_without_spilling <= room - room // _PART_LEFT_FREE
 
     def __str__(self) -> str:
         return (
