@@ -71,10 +71,10 @@ RUNS = {
     "stage 2, clipping": (2, Run(clipping=0.5), (1,)),
     "stage 1, accumulation": (1, Run(accumulation=4), (1,)),
     "stage 3, clipping, accumulation": (3, Run(clipping=0.5, accumulation=4), (1, 2)),
-    "stage 1, clipping, boundary": (1, Run(clipping=0.5, accumulation=4, schedule_of_reduction="boundary"), (2,)),
+    "stage 1, clipping, boundary": (1, Run(clipping=0.5, accumulation=2, schedule_of_reduction="boundary"), (2,)),
     "stage 3, clipping": (3, Run(clipping=0.5), ()),
     "stage 3, fp16 skip": (3, Run(precision="fp16", poisoned_step=1, clipping=0.5), (1,)),
-    "stage 2, fp16 skip, accumulation": (2, Run(precision="fp16", poisoned_step=1, accumulation=4), (2,)),
+    "stage 2, fp16 skip, accumulation": (2, Run(precision="fp16", poisoned_step=1, accumulation=2), (2,)),
     "stage 3, bf16, checkpointed": (3, Run(precision="bf16", checkpointing="non-reentrant", clipping=0.5), (2,)),
     "stage 3, streams": (3, Run(prefer_streams=True, clipping=0.5, accumulation=2), (1,)),
 }

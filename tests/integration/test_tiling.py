@@ -38,10 +38,10 @@ from trainer_client.model.units import Unit, UnitState
 SIXTEEN = {"largest_tile": "16KiB", "loss_tokens": 24}
 FOUR = {"largest_tile": "4KiB"}
 RUNS: dict[str, tuple[Run, dict[str, Any], str]] = {
-    "fp32 on nvme": (Run(steps=5, clipping=0.5, accumulation=2), SIXTEEN, "nvme"),
-    "bf16 on the host": (Run(steps=5, precision="bf16", accumulation=2), SIXTEEN, "cpu"),
-    "reentrant": (Run(steps=4, model="conditional", checkpointing="reentrant"), FOUR, "nvme"),
-    "non-reentrant": (Run(steps=4, model="conditional", checkpointing="non-reentrant"), FOUR, "cpu"),
+    "fp32 on nvme": (Run(steps=3, clipping=0.5, accumulation=2), SIXTEEN, "nvme"),
+    "bf16 on the host": (Run(steps=3, precision="bf16", accumulation=2), SIXTEEN, "cpu"),
+    "reentrant": (Run(steps=3, model="conditional", checkpointing="reentrant"), FOUR, "nvme"),
+    "non-reentrant": (Run(steps=3, model="conditional", checkpointing="non-reentrant"), FOUR, "cpu"),
 }
 
 
@@ -64,7 +64,7 @@ def assert_close(tiled: Result, whole: Result, precision: str) -> None:
     torch.testing.assert_close(tiled.losses, whole.losses, rtol=rtol, atol=1e-5)
     torch.testing.assert_close(tiled.norms, whole.norms, rtol=1e-3, atol=1e-5)
     assert list(tiled.weights) == list(whole.weights)
-    learnt = 2e-3 if precision == "fp32" else 2 * 0.01 * 5
+    learnt = 2e-3 if precision == "fp32" else 2 * 0.01 * 3
     torch.testing.assert_close(tiled.weights, whole.weights, rtol=1e-3, atol=learnt)
 
 
