@@ -119,6 +119,11 @@ class PrefetchQueue:
         """The number of fetches that wait or run."""
         return len(self._fetches)
 
+    @property
+    def sending(self) -> int:
+        """The number of fetched copies that are being sent to lenders."""
+        return len(self._sending)
+
     def fetched(self, job: str) -> Fetched:
         """Return the counters of the bytes that were read for a job since the store was opened."""
         return self._fetched.setdefault(job, Fetched())

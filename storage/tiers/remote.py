@@ -422,8 +422,7 @@ class RemoteTier:
                 async with asyncio.timeout(seconds):
                     found = iter(await memory.read([(address, buffer) for address, _, buffer in spans]))
         except TimeoutError:
-            source.timeouts += 1
-            self._lose(source, memory, f"a read of {nbytes} bytes was not answered within {seconds:g} s")
+            self._time_out(source, memory, f"a read of {nbytes} bytes was not answered within {seconds:g} s")
             return []
         except LenderError as error:
             self._lose(source, memory, str(error))
