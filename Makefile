@@ -21,7 +21,7 @@ TORCH := 2.13.0
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
   fuzz readers restarts lenders mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
   bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
-  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
+  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap bench-remote plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -195,6 +195,9 @@ bench-plan: venv ## Compare the plan of eight small jobs with what they take; up
 
 bench-overlap: venv ## Count which part of the copies to a device runs under its kernels (simulated); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.overlap --results
+
+bench-remote: venv ## Measure steps with states in the memory of other nodes, by the link's speed (root); updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.lenders --results
 
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots
