@@ -121,7 +121,7 @@ class Striker:
         self._lenders = lenders
         self._kinds = kinds
         self._rng = rng
-        self._next_at = time.monotonic() + rng.uniform(1.0, 3.0)
+        self._next_at = time.monotonic() + rng.uniform(0.5, 2.0)
         self._evict_at = 0.0
 
     @property
