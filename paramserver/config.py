@@ -30,10 +30,12 @@ ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
 # The keys whose value is a list of paths or names, which a variable has with colons between them.
 _LISTS = ("nvme_dirs", "metrics_names")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# The keys whose value is a table. An environment variable has it as an inline table of TOML.
-_TABLES = ("quotas", "remote")
+# The keys whose value is a table, with an example. An environment variable has it as an inline table of TOML.
+_TABLES = {
+    "quotas": '{default = {sessions = 64}, job = [{pattern = "a-*"}]}',
+    "remote": '{lenders = ["127.0.0.1:7070"], budget = "64GiB"}',
+}
 
-_WANTED_TABLE = 'write an inline table of TOML, such as {default = {sessions = 64}, job = [{pattern = "a-*"}]}'
 _MAX_LENDERS = 64
 # The smallest transfer budget that can be configured. One half of it holds the first small chunks of some hundred
 # transfers, and the other half holds large chunks of 1 MiB.
@@ -406,21 +408,22 @@ def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
             hint = f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "unset it"
             raise ConfigError(f"{name}: there is no key {key!r}; {hint}")
         if key in _TABLES:
-            values[key] = _inline_table(name, environment[name])
+            values[key] = _inline_table(name, environment[name], _TABLES[key])
         else:
             values[key] = environment[name].split(os.pathsep) if key in _LISTS else environment[name]
     return values
 
 
-def _inline_table(name: str, text: str) -> Mapping[str, Any]:
+def _inline_table(name: str, text: str, example: str) -> Mapping[str, Any]:
     """Return the table that a variable holds. It can raise ConfigError."""
+    wanted = f"write an inline table of TOML, such as {example}"
     try:
         values = tomllib.loads(f"table = {text}")
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not: {error}") from error
+        raise ConfigError(f"{name}: {wanted}; {text!r} is not: {error}") from error
     table = values.pop("table")
     if values or not isinstance(table, dict):
-        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not")
+        raise ConfigError(f"{name}: {wanted}; {text!r} is not")
     return table
 
 

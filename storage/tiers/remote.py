@@ -19,125 +19,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from storage.errors import DamagedBlockError
 from storage.shard import TierName
-from storage.tiers.base import BusyClock, TierCounters
+from storage.tiers.base import TierCounters
 from storage.tiers.contract import Move, Region
 from storage.tiers.lender import SPAN_BYTES, BorrowedMemory, Lender, LenderError
-from storage.tiers.loan_directory import LoanDirectory, RemoteCopy
+from storage.tiers.loan_directory import RemoteCopy
+from storage.tiers.source import MOST_SPANS_SENT, LenderInfo, LenderState, Rate, Source
 
 log = logging.getLogger(__name__)
 
-# The bytes of the last reads from which a speed is computed, and the fewest bytes that make a figure.
-RATE_BYTES = 256 << 20
-LEAST_RATE_BYTES = 8 << 20
 PROBE_EVERY = 64
 # The bytes for which a read may take `timeout_seconds`. A read behind many others may take as many times as long.
 TIMEOUT_BYTES = 16 << 20
-# The most spans that are on their way to one lender and not acknowledged yet: enough for 1 GB/s at 8 ms.
-MOST_SPANS_SENT = 8
 
-Shared = tuple[Move[Region], "_Source", RemoteCopy]
-
-
-class LenderState(enum.StrEnum):
-    """How the remote tier uses a lender."""
-
-    AWAY = "away"
-    """There is no loan."""
-
-    TRIAL = "on trial"
-    """The lender is used, and the speeds are not known yet."""
-
-    IN_USE = "in use"
-    """The lender is used, and is faster than NVMe, or is used in any case."""
-
-    SLOWER = "slower than nvme"
-    """There is a loan that is not used."""
-
-
-@dataclass(slots=True)
-class Rate:
-    """A moving figure of bytes per second, from two counters that only grow."""
-
-    _bytes: float = 0.0
-    _seconds: float = 0.0
-    _last_bytes: int = 0
-    _last_seconds: float = 0.0
-
-    def sample(self, total_bytes: int, total_seconds: float) -> None:
-        """Take note of what the counters are now."""
-        self._bytes += total_bytes - self._last_bytes
-        self._seconds += total_seconds - self._last_seconds
-        self._last_bytes, self._last_seconds = total_bytes, total_seconds
-        if self._bytes > RATE_BYTES:
-            self._seconds *= RATE_BYTES / self._bytes
-            self._bytes = RATE_BYTES
-
-    def reset(self) -> None:
-        """Forget the figure; the counters go on."""
-        self._bytes = self._seconds = 0.0
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """The figure; None until enough bytes have passed."""
-        return self._bytes / self._seconds if self._bytes >= LEAST_RATE_BYTES and self._seconds else None
-
-
-@dataclass(slots=True, eq=False)
-class _Source:
-    """One lender, and the loan that this store has there now, if there is one."""
-
-    lender: Lender
-    state: LenderState = LenderState.AWAY
-    problem: str = "not connected yet"
-    # The problem that was logged last, so that it is logged once.
-    told: str = ""
-    memory: BorrowedMemory | None = None
-    directory: LoanDirectory = field(default_factory=LoanDirectory)
-    ended: asyncio.Future[str] | None = None
-    room_to_send: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_SPANS_SENT))
-    rate: Rate = field(default_factory=Rate)
-    reading: BusyClock = field(default_factory=BusyClock)
-    bytes_read: int = 0
-    # Bytes of reads under way.
-    asked_bytes: int = 0
-    # No new copy is placed before this time of the loop, because the lender had no room.
-    full_until: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    wrong_blocks: int = 0
-    timeouts: int = 0
-    losses: int = 0
-
-    @property
-    def is_used(self) -> bool:
-        return self.memory is not None and self.state in (LenderState.TRIAL, LenderState.IN_USE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LenderInfo:
-    """The figures of one lender, for operators; see `TierInfo.Lender` in the proto."""
-
-    address: str
-    state: LenderState
-    problem: str
-    size_bytes: int
-    used_bytes: int
-    hits: int
-    misses: int
-    wrong_blocks: int
-    timeouts: int
-    losses: int
-    bytes_per_second: float
-    nvme_bytes_per_second: float
+Shared = tuple[Move[Region], Source, RemoteCopy]
 
 
 class RemoteTier:
@@ -171,14 +72,14 @@ class RemoteTier:
         """
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
-        self._sources = [_Source(lender) for lender in lenders]
+        self._sources = [Source(lender) for lender in lenders]
         self._nvme = nvme
         self._nvme_rate = Rate()
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._is_always_used = is_always_used
         self._on_event = on_event
-        self._where: dict[Region, tuple[_Source, RemoteCopy]] = {}
+        self._where: dict[Region, tuple[Source, RemoteCopy]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = 0
 
@@ -240,7 +141,7 @@ class RemoteTier:
             self._end(source, "this daemon stops")
             await source.lender.close()
 
-    async def _borrow(self, source: _Source) -> None:
+    async def _borrow(self, source: Source) -> None:
         while True:
             reason = await self._hold_loan(source)
             source.problem = reason
@@ -250,7 +151,7 @@ class RemoteTier:
                 self._on_event(source.lender.address, f"no memory of this lender is used: {reason}")
             await asyncio.sleep(self._retry_seconds)
 
-    async def _hold_loan(self, source: _Source) -> str:
+    async def _hold_loan(self, source: Source) -> str:
         """Take a loan, and return why it has ended, or why there is none."""
         others = sum(other.directory.size_bytes for other in self._sources if other is not source)
         if others >= self.budget_bytes:
@@ -277,17 +178,17 @@ class RemoteTier:
         source.losses += 1
         return reason
 
-    def _resize(self, source: _Source, size_bytes: int) -> None:
+    def _resize(self, source: Source, size_bytes: int) -> None:
         for copy in source.directory.resize(size_bytes):
             self._forget(copy)
 
-    def _lose(self, source: _Source, memory: BorrowedMemory, reason: str) -> None:
+    def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
         """End a loan because a call of it has failed. Other calls of the same loan fail at once, too."""
         if source.memory is memory and source.ended is not None:
             _settle(source.ended, reason)
             self._end(source, reason)
 
-    def _end(self, source: _Source, reason: str) -> None:
+    def _end(self, source: Source, reason: str) -> None:
         """Forget all copies of a lender, and close its loan."""
         memory, source.memory = source.memory, None
         source.state = LenderState.AWAY
@@ -324,7 +225,7 @@ class RemoteTier:
         self._where[region] = source, copy
         return True
 
-    def _place(self, nbytes: int, next_use: float) -> tuple[_Source, RemoteCopy] | None:
+    def _place(self, nbytes: int, next_use: float) -> tuple[Source, RemoteCopy] | None:
         now = asyncio.get_running_loop().time()
         sources = [source for source in self._sources if source.is_used and source.full_until <= now]
         sources.sort(key=lambda source: source.directory.used_bytes - source.directory.size_bytes)
@@ -348,7 +249,7 @@ class RemoteTier:
         if not copy.regions:
             self._drop(source, copy)
 
-    def _drop(self, source: _Source, copy: RemoteCopy) -> None:
+    def _drop(self, source: Source, copy: RemoteCopy) -> None:
         """Give up a copy. If the lender has no other one, it gets its memory back."""
         if copy.is_dropped:
             return
@@ -408,7 +309,7 @@ class RemoteTier:
         done = {id(move) for move, _, _ in filled}
         return [move for move, _, _ in shared if id(move) not in done]
 
-    async def _read_from(self, source: _Source, part: Sequence[Shared]) -> list[Shared]:
+    async def _read_from(self, source: Source, part: Sequence[Shared]) -> list[Shared]:
         """Read from one lender, and return what it has filled."""
         memory = source.memory
         if memory is None:
@@ -445,7 +346,7 @@ class RemoteTier:
         self._judge(source)
         return filled
 
-    def _note_wrong(self, move: Move[Region], source: _Source, copy: RemoteCopy) -> None:
+    def _note_wrong(self, move: Move[Region], source: Source, copy: RemoteCopy) -> None:
         """Take note of bytes that do not have their checksum, unless they were overwritten meanwhile."""
         if not copy.owns(move.region, move.offset, len(move.buffer)):
             return
@@ -456,7 +357,7 @@ class RemoteTier:
             self._on_event(source.lender.address, text.replace("\n", ", layout "))
         self._drop(source, copy)
 
-    def _judge(self, source: _Source) -> None:
+    def _judge(self, source: Source) -> None:
         """Compare the speeds, and give up a lender that is slower than NVMe, for some time."""
         source.rate.sample(source.bytes_read, source.reading.elapsed)
         ours, nvme = source.rate.bytes_per_second, self._nvme_rate.bytes_per_second
@@ -471,7 +372,7 @@ class RemoteTier:
             self._drop(source, copy)
         asyncio.get_running_loop().call_later(self._retry_seconds, self._try_again, source, source.memory)
 
-    def _try_again(self, source: _Source, memory: BorrowedMemory | None) -> None:
+    def _try_again(self, source: Source, memory: BorrowedMemory | None) -> None:
         if source.memory is memory and source.state is LenderState.SLOWER:
             source.state = LenderState.TRIAL
             source.rate.reset()
@@ -501,7 +402,7 @@ class RemoteTier:
 
     def _send(
         self,
-        source: _Source,
+        source: Source,
         memory: BorrowedMemory,
         copy: RemoteCopy,
         number: int,
@@ -532,7 +433,7 @@ class RemoteTier:
 
         sent.add_done_callback(end)
 
-    def _time_out(self, source: _Source, memory: BorrowedMemory, reason: str) -> None:
+    def _time_out(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
         if source.memory is memory:
             source.timeouts += 1
             self._lose(source, memory, reason)

@@ -20,7 +20,8 @@ from storage.tiers.contract import Move, Region
 from storage.tiers.lent import SEGMENT_BYTES
 from storage.tiers.loan_directory import LoanDirectory
 from storage.tiers.nvme import NvmeRegion
-from storage.tiers.remote import LEAST_RATE_BYTES, LenderState, RemoteTier
+from storage.tiers.remote import RemoteTier
+from storage.tiers.source import LEAST_RATE_BYTES, LenderState
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, TILED, Layout, Training, opened, quiesce
 from tests.unit.storage.lender_in_process import LenderInProcess
 from tests.unit.storage.test_third_tier import evict_all
