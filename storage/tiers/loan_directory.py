@@ -50,6 +50,10 @@ class RemoteCopy:
         self.newest = self.newest % _MOST_OWNERS + 1
         self._number_of[region] = self.newest
 
+    def is_newest(self, region: Region) -> bool:
+        """Return whether a version is the one that was begun last, and so the only one whose bytes may be sent."""
+        return self._number_of.get(region) == self.newest
+
     def forget(self, region: Region) -> None:
         """Take all blocks away from a version."""
         number = self._number_of.pop(region, None)

@@ -179,7 +179,9 @@ class RemoteTier:
         return reason
 
     def _resize(self, source: Source, size_bytes: int) -> None:
-        for copy in source.directory.resize(size_bytes):
+        """Use so many bytes of a lender, as far as the budget allows: two may have granted all of it at once."""
+        others = sum(other.directory.size_bytes for other in self._sources if other is not source)
+        for copy in source.directory.resize(max(0, min(size_bytes, self.budget_bytes - others))):
             self._forget(copy)
 
     def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
@@ -389,13 +391,16 @@ class RemoteTier:
             if found is None:
                 continue
             source, copy = found
+            if not copy.is_newest(move.region):
+                continue
             number = copy.newest
             # Without the bytes of the old version from here on, nothing that is in the room is of use.
             copy.take(move.offset, len(move.buffer))
             for address, offset, piece in _spans(copy, move):
                 room_to_send = source.room_to_send
                 await room_to_send.acquire()
-                if copy.is_dropped or (memory := source.memory) is None:
+                # During the wait the room may have passed to another slab, or to a newer version of this one.
+                if copy.is_dropped or copy.newest != number or (memory := source.memory) is None:
                     room_to_send.release()
                     break
                 self._send(source, memory, copy, number, address, offset, piece, room_to_send)
