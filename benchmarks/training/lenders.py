@@ -43,6 +43,9 @@ USES = ("faster", "always")
 # Enough for the units, gradients and tiles of the model, and too little for its states.
 HOST_BUDGET = "64MiB"
 
+# Each layer is a unit, so that a rank holds few of them at once.
+_SECTION = {"job": "job", "units": {"classes": ["Linear"]}}
+
 app = typer.Typer(add_completion=False)
 
 
@@ -93,7 +96,7 @@ def _compare(directory: Path, namespaces: Sequence[str], use: str, arguments: ar
         plain = closing.enter_context(started(directory / "plain", budgets))
         own = closing.enter_context(started(directory / "own", borrows, namespace=namespaces[0]))
         sides = [
-            StretchedRun(blocks_of(arguments), {"address": daemon.socket_address, "job": "job"}, arguments)
+            StretchedRun(blocks_of(arguments), _SECTION | {"address": daemon.socket_address}, arguments)
             for daemon in (plain, own)
         ]
         for side in sides:
@@ -179,7 +182,7 @@ def main(
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
-    arguments = argparse.Namespace(width=1024, layers=12, batch=64, steps=6, pairs=pairs)
+    arguments = argparse.Namespace(width=1024, layers=24, batch=64, steps=4, pairs=pairs)
     if quick:
         arguments = argparse.Namespace(width=512, layers=4, batch=16, steps=2, pairs=1)
     try:
