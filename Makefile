@@ -19,9 +19,9 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
+  fuzz readers restarts lenders mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
   bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
-  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
+  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap bench-remote plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,10 @@ readers: venv ## Open N readers of a daemon while it commits, and check that not
 restarts: N ?= 10
 restarts: venv ## Kill the daemon of a run of two ranks N times and compare the bits (N=10 SEED=...)
 	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
+
+lenders: N ?= 200
+lenders: venv ## Kill, stop and empty the lenders of a training run N times and compare the bits (N=200 SEED=...)
+	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))
 
 mutants: venv ## Leave out each wait of the copies beside computation, and look whether the simulated device finds it
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
@@ -191,6 +195,9 @@ bench-plan: venv ## Compare the plan of eight small jobs with what they take; up
 
 bench-overlap: venv ## Count which part of the copies to a device runs under its kernels (simulated); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.overlap --results
+
+bench-remote: venv ## Measure steps with states in the memory of other nodes, by the link's speed (root); updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.lenders --results
 
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots

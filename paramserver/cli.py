@@ -61,6 +61,9 @@ def serve(
         str | None, typer.Option(help="Shared memory of the host tier, taken at start. [1GiB]")
     ] = None,
     nvme_budget: Annotated[str | None, typer.Option(help="Most bytes on the nvme tier. [64GiB]")] = None,
+    lend_budget: Annotated[
+        str | None, typer.Option(help="Most bytes of host_budget that other daemons may borrow. [0]")
+    ] = None,
     nvme_dir: Annotated[
         list[Path] | None,
         typer.Option(help="Directory of a data file, best one on each device; may be repeated. [STATE_DIR]"),
@@ -104,6 +107,7 @@ def serve(
         "state_dir": state_dir,
         "host_budget": host_budget,
         "nvme_budget": nvme_budget,
+        "lend_budget": lend_budget,
         "nvme_dirs": nvme_dir or None,
         "socket": socket,
         "listen": listen,

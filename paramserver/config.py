@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,6 +17,8 @@ from paramserver.contract.address import (
     crosses_a_network_in_the_clear,
     host_and_port,
     is_loopback,
+    is_socket,
+    socket_path,
 )
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.sockets import check_path
@@ -28,13 +30,72 @@ ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
 # The keys whose value is a list of paths or names, which a variable has with colons between them.
 _LISTS = ("nvme_dirs", "metrics_names")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# The keys whose value is a table. An environment variable has it as an inline table of TOML.
-_TABLES = ("quotas",)
+# The keys whose value is a table, with an example. An environment variable has it as an inline table of TOML.
+_TABLES = {
+    "quotas": '{default = {sessions = 64}, job = [{pattern = "a-*"}]}',
+    "remote": '{lenders = ["127.0.0.1:7070"], budget = "64GiB"}',
+}
 
-_WANTED_TABLE = 'write an inline table of TOML, such as {default = {sessions = 64}, job = [{pattern = "a-*"}]}'
+_MAX_LENDERS = 64
 # The smallest transfer budget that can be configured. One half of it holds the first small chunks of some hundred
 # transfers, and the other half holds large chunks of 1 MiB.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
+
+
+class RemoteSection(BaseModel):
+    """The section `remote` of the configuration: the daemons of which this one borrows host memory."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lenders: Annotated[tuple[str, ...], Field(max_length=_MAX_LENDERS)] = ()
+    budget: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    use: Literal["faster", "always"] = "faster"
+    timeout_seconds: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
+    retry_seconds: Annotated[float, Field(ge=0.1, le=3600.0)] = 10.0
+    token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+
+    @model_validator(mode="after")
+    def _check_lenders(self) -> RemoteSection:
+        tls = {key: getattr(self, key) for key in ("tls_ca", "tls_certificate", "tls_key")}
+        missing = [key for key, path in tls.items() if path is None]
+        if 0 < len(missing) < len(tls):
+            raise ValueError(f"{', '.join(missing)}: missing; TLS needs all of {', '.join(tls)}")
+        for address in self.lenders:
+            if is_socket(address):
+                socket_path(address)
+                continue
+            host_and_port(address)
+            if missing and not self.insecure and not is_loopback(address):
+                raise ValueError(
+                    f"lenders: tensors would cross the network in the clear to {address}; set tls_ca, tls_certificate "
+                    "and tls_key, or `insecure = true` on a trusted network"
+                )
+        if len(set(self.lenders)) < len(self.lenders):
+            raise ValueError("lenders: an address occurs twice; name each lender once")
+        return self
+
+    def read_token(self) -> str | None:
+        """Return the token in `token_file`; None if none is configured. It raises OSError and ValueError."""
+        if self.token_file is None:
+            return None
+        token = self.token_file.read_text().strip()
+        # The error does not show what the file holds, because an operator may have named a key by mistake.
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError(
+                f"remote.token_file {self.token_file} must hold one token, as `paramserver tokens add --borrow` "
+                "prints it"
+            )
+        return token
+
+    def read_tls(self) -> tuple[bytes, bytes, bytes] | None:
+        """Return the authorities, the key and the certificate as PEM; None without TLS. It raises OSError."""
+        if self.tls_ca is None or self.tls_key is None or self.tls_certificate is None:
+            return None
+        return self.tls_ca.read_bytes(), self.tls_key.read_bytes(), self.tls_certificate.read_bytes()
 
 
 class DaemonConfig(BaseModel):
@@ -76,6 +137,13 @@ class DaemonConfig(BaseModel):
     quotas: QuotasSection = Field(
         default=QuotasSection(), description="limits of jobs, and of tokens over all their jobs"
     )
+    lend_budget: ByteSize = Field(
+        default=ByteSize(0), ge=0, description="most bytes of host_budget that other daemons may borrow; 0: none"
+    )
+    lend_per_borrower: ByteSize | None = Field(
+        default=None, ge=1 << 20, description="most bytes that one borrower may have of them; default: all"
+    )
+    remote: RemoteSection = Field(default=RemoteSection(), description="daemons whose host memory this one borrows")
     metrics_listen: str | None = Field(
         default=None, description="HOST:PORT of the HTTP endpoint with /metrics for Prometheus and the page"
     )
@@ -180,6 +248,15 @@ class DaemonConfig(BaseModel):
     stream_stall_seconds: float = Field(
         default=10.0, ge=0.1, le=3600.0, description="time after which a transfer that does not move is ended"
     )
+
+    @model_validator(mode="after")
+    def _check_lending(self) -> DaemonConfig:
+        if self.lend_budget > self.host_budget:
+            raise ValueError(
+                f"lend_budget: {self.lend_budget} is more than host_budget, {self.host_budget}, of which it is a part; "
+                "lower it, or raise host_budget"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_addresses(self) -> DaemonConfig:
@@ -331,21 +408,22 @@ def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
             hint = f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "unset it"
             raise ConfigError(f"{name}: there is no key {key!r}; {hint}")
         if key in _TABLES:
-            values[key] = _inline_table(name, environment[name])
+            values[key] = _inline_table(name, environment[name], _TABLES[key])
         else:
             values[key] = environment[name].split(os.pathsep) if key in _LISTS else environment[name]
     return values
 
 
-def _inline_table(name: str, text: str) -> Mapping[str, Any]:
+def _inline_table(name: str, text: str, example: str) -> Mapping[str, Any]:
     """Return the table that a variable holds. It can raise ConfigError."""
+    wanted = f"write an inline table of TOML, such as {example}"
     try:
         values = tomllib.loads(f"table = {text}")
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not: {error}") from error
+        raise ConfigError(f"{name}: {wanted}; {text!r} is not: {error}") from error
     table = values.pop("table")
     if values or not isinstance(table, dict):
-        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not")
+        raise ConfigError(f"{name}: {wanted}; {text!r} is not")
     return table
 
 

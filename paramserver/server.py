@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
 import secrets
 import signal
 import sys
@@ -26,9 +27,11 @@ from paramserver.contract.otlp import OtlpError, SpanSender
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
 from paramserver.dataplane.chunk_budget import ChunkBudget
+from paramserver.dataplane.lending import Lending
 from paramserver.dataplane.read_write import Streams
 from paramserver.errors import ConfigError, StartError
 from paramserver.events import EventKind, EventLog
+from paramserver.lenders import lenders_of
 from paramserver.metrics.collector import StoreCollector
 from paramserver.metrics.durations import Durations
 from paramserver.metrics.endpoint import MetricsEndpoint
@@ -161,12 +164,24 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
             on_damage=lambda error: events.add(EventKind.DAMAGE, TierName.NVME, str(error), once=True),
             units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
             gradients_of_a_rank=GRADIENTS_AT_ONCE,
-        )
+            lend_bytes=config.lend_budget,
+            lend_bytes_per_borrower=config.lend_per_borrower,
+            remote_budget_bytes=config.remote.budget,
+            lender_timeout_seconds=config.remote.timeout_seconds,
+            lender_retry_seconds=config.remote.retry_seconds,
+            lenders_are_always_used=config.remote.use == "always",
+        ),
+        lenders=lenders_of(config.remote, config.state_dir, platform.node()),
+        on_lender=lambda address, text: events.add(EventKind.TIER, TierName.REMOTE, f"{address}: {text}"),
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
         configuration = Configuration(
-            config, read_again, quotas, lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget)
+            config,
+            read_again,
+            quotas,
+            lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget),
+            lambda changed: engine.lent.resize(changed.lend_budget, changed.lend_per_borrower),
         )
         await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
     log.info("stopped")
@@ -214,12 +229,15 @@ async def _serve(
     )
     access = Access(gate, sessions, _send_spans(config, engine, welcome.epoch, cleanup))
     streams = Streams(engine, chunk_budget, config.stream_window)
+    lending = Lending(engine.lent, chunk_budget, gate, drain.check_open)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     view = StoreView(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir)
     note_call = _serve_metrics(config, engine, sessions, view, watch, events, gate, cleanup)
     checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call)
-    checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
+    checked.add(
+        STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, lending, access, quotas, traces)
+    )
     audit = Audit(_audit_log(config), events)
     tell_ready = partial(_tell_ready, health_service)
     parts = AdminParts(
@@ -252,6 +270,7 @@ async def _serve(
         await session_service.prepare_stop(STOP_COMMIT_SECONDS)
     finally:
         session_service.announce_stop()
+        lending.close()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
 

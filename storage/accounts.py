@@ -26,6 +26,7 @@ from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import BackingTier, DurableTier, Region
 from storage.tiers.host import HostTier
+from storage.tiers.lent import LentMemory
 from storage.versions import Job
 
 # A function that returns the ranges that a holder has now.
@@ -52,6 +53,9 @@ class Holder(enum.StrEnum):
 
     QUARANTINE = "quarantine"
     """Ranges to which the process of an ended session may still write."""
+
+    LENT = "lent"
+    """Ranges that other daemons have borrowed, which are taken back when this daemon's own jobs need room."""
 
     DAMAGED = "damaged"
     """Extents that were found damaged, and are never used again."""
@@ -100,10 +104,12 @@ class Accountant:
         scratch: ScratchRanges,
         gradients: Gradients,
         readers: Callable[[], Iterable[StepReader]],
+        lent: LentMemory,
         *,
         fixed_bytes: int,
     ) -> None:
         """Keep the parts of the engine; `readers` returns the open readers, for `fixed_bytes` see `Holder.FIXED`."""
+        self._lent = lent
         self._jobs = jobs
         self._host = host
         self._backing = backing
@@ -148,6 +154,7 @@ class Accountant:
         holders = dict.fromkeys(leased(), Holder.LEASES)
         for ranges, holder in (
             (quarantined(), Holder.QUARANTINE),
+            (self._lent.ranges, Holder.LENT),
             (self._host_cache.pinned_ranges, Holder.UNDER_WAY),
             (self._scratch.ranges, Holder.UNDER_WAY),
         ):

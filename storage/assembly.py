@@ -6,7 +6,7 @@ of its own is made here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,9 @@ from storage.tiers.contract import BackingTier
 from storage.tiers.extents import Extent
 from storage.tiers.health import DeviceWatch
 from storage.tiers.host import HostTier
+from storage.tiers.lender import Lender
 from storage.tiers.nvme import NvmeTier, OnDamage
+from storage.tiers.remote import RemoteTier
 from storage.tracing import Tracer
 
 
@@ -47,6 +49,8 @@ async def open_tiers(
     used: Sequence[Extent],
     *,
     volatile: Sequence[BackingTier[Any]],
+    lenders: Sequence[Lender],
+    on_lender: Callable[[str, str], None],
     tracer: Tracer,
     on_damage: OnDamage,
 ) -> Tiers:
@@ -55,6 +59,7 @@ async def open_tiers(
     Args:
         used: the extents that the catalog names, so that the NVMe tier does not give them out.
         volatile: other backing tiers. If this raises, the caller closes them.
+        lenders, on_lender: see `Engine.open`.
 
     Raises:
         StorageError: see `Engine.open`.
@@ -88,6 +93,19 @@ async def open_tiers(
         undo.push_async_callback(host.close)
         watch = DeviceWatch(config.device_timeout_seconds)
         undo.push_async_callback(watch.close)
-        tiers = Tiers(host=host, eviction_order=eviction_order, nvme=nvme, backing=BackingTiers(volatile, nvme, watch))
+        remote = None
+        if lenders:
+            remote = RemoteTier(
+                lenders,
+                nvme.counters,
+                budget_bytes=config.remote_budget_bytes,
+                timeout_seconds=config.lender_timeout_seconds,
+                retry_seconds=config.lender_retry_seconds,
+                is_always_used=config.lenders_are_always_used,
+                on_event=on_lender,
+            )
+            nvme.when_freed(remote.forget)
+        backing = BackingTiers(volatile, nvme, watch, remote)
+        tiers = Tiers(host=host, eviction_order=eviction_order, nvme=nvme, backing=backing)
         undo.pop_all()
     return tiers

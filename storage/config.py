@@ -50,3 +50,13 @@ class EngineConfig:
     units_of_a_rank_alone: int = 3
     # The most gradients that each client holds at once without parking them.
     gradients_of_a_rank: int = 4
+    # The most bytes that are lent to other daemons, within the host budget.
+    lend_bytes: int = 0
+    # The most bytes that are lent to one of them; None if lend_bytes is the only limit.
+    lend_bytes_per_borrower: int | None = None
+    # The most bytes that are borrowed of lenders; how long one may take to answer; how long one that was lost, is full
+    # or is slower than NVMe is left alone; whether lenders are used even if they are slower than NVMe.
+    remote_budget_bytes: int = 1 << 30
+    lender_timeout_seconds: float = 2.0
+    lender_retry_seconds: float = 10.0
+    lenders_are_always_used: bool = False

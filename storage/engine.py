@@ -47,6 +47,8 @@ from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.contract import BackingTier, Region, Tier
 from storage.tiers.gpu import GpuTier
+from storage.tiers.lender import Lender
+from storage.tiers.lent import LentMemory
 from storage.tracing import Tracer
 from storage.transform import Kernel, TilePool, Transformer
 from storage.upkeep import HeldStep, Upkeep, versions_on
@@ -88,6 +90,8 @@ class Engine:
         self.nvme = tiers.nvme
         self.gpu = GpuTier()
         self.backing = tiers.backing
+        self.remote = tiers.backing.remote
+        self.lent = LentMemory(self.host, config.lend_bytes, config.lend_bytes_per_borrower)
         self.tracer = tracer
         self.host_cache = HostCache(self.host, tiers.eviction_order)
         self.queue = PrefetchQueue(
@@ -139,17 +143,26 @@ class Engine:
             self.scratch,
             self.gradients,
             lambda: self._job_registry.admission.readers,
+            self.lent,
             fixed_bytes=self.host.arena.header_bytes + tiles.nbytes,
         )
         self.upkeep = Upkeep(jobs, self.backing, self.host_cache, self.queue, self.scrubber)
 
     @classmethod
-    async def open(cls, config: EngineConfig, volatile: Sequence[BackingTier[Any]] = ()) -> Engine:
+    async def open(
+        cls,
+        config: EngineConfig,
+        volatile: Sequence[BackingTier[Any]] = (),
+        lenders: Sequence[Lender] = (),
+        on_lender: Callable[[str, str], None] = lambda _address, _text: None,
+    ) -> Engine:
         """Open a state directory, create it if it does not exist, and restore every committed step of every job.
 
         Args:
             volatile: backing tiers in addition to the NVMe tier, fastest first, whose bytes a restart loses. A slab is
                 placed on one by its name. The engine closes these tiers; if this method raises, the caller closes them.
+            lenders: other daemons of which memory is borrowed; the engine closes them, too.
+            on_lender: called with a lender's address and a sentence when the lender is lost or there again.
 
         Raises:
             DeviceError: the directory cannot be made or used.
@@ -170,18 +183,30 @@ class Engine:
             used = list(dict.fromkeys(extent for version in versions for extent in version.extents))
             jobs, tracer, catalog_thread = JobTable(), Tracer(), CatalogThread()
             damage_log = DamageLog(jobs, catalog, catalog_thread, config.on_damage)
-            tiers = await open_tiers(config, catalog, used, volatile=volatile, tracer=tracer, on_damage=damage_log.note)
+            tiers = await open_tiers(
+                config,
+                catalog,
+                used,
+                volatile=volatile,
+                lenders=lenders,
+                on_lender=on_lender,
+                tracer=tracer,
+                on_damage=damage_log.note,
+            )
             undo.push_async_callback(tiers.nvme.close)
             undo.push_async_callback(tiers.host.close)
             undo.push_async_callback(tiers.backing.watch.close)
             engine = cls(config, lock_fd, tiers, jobs, tracer, catalog, catalog_thread, damage_log)
             engine._job_registry.restore(stored)
             undo.pop_all()
+        if engine.remote is not None:
+            engine.remote.start()
         return engine
 
     async def close(self) -> None:
         """Abandon the pending steps, wait for commits and snapshots under way, and close the tiers and files."""
         await self.scrubber.close()
+        self.lent.close()
         for job in list(self._jobs):
             try:
                 await self._quiesce(job)
@@ -211,9 +236,11 @@ class Engine:
     def tiers(self) -> Sequence[Tier]:
         """All tiers, fastest first; the gpu tier only if a session has offered memory of its device.
 
-        `gpu`, `host` and `nvme` give the same tiers with their own types.
+        The remote tier is there only if lenders are configured. `gpu`, `host`, `remote` and `nvme` give the same tiers
+        with their own types.
         """
-        return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *self.backing)
+        remote = [] if self.remote is None else [self.remote]
+        return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *remote, *self.backing)
 
     def _durable_versions(self) -> Iterator[Region]:
         """Return the regions of all versions on the durable tier."""
@@ -240,6 +267,10 @@ class Engine:
             spilled: returns the regions of the spilled gradients that sessions have leased.
         """
         accounts = await self._accountant.take(leased, quarantined, spilled)
+        if self.remote is not None:
+            used = self.remote.used_bytes
+            remote = TierAccount(tier=self.remote.name, used_bytes=used, held_bytes={Holder.JOBS: used})
+            accounts.insert(1, remote)
         return [self._gpu_account(), *accounts] if self.gpu.is_in_use else accounts
 
     def _gpu_account(self) -> TierAccount:

@@ -22,10 +22,13 @@ from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
+from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tracing import Activity, Tracer
 
+# The most fetched copies that are sent to lenders at once. Others are sent when they are fetched again.
+MOST_SENT_AT_ONCE = 2
 NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
 
@@ -107,12 +110,19 @@ class PrefetchQueue:
         self._waiting: FairQueue[_Fetch] = FairQueue()
         self._windows: dict[str, dict[Slab, float]] = {}
         self._fetched: dict[str, Fetched] = {}
+        # Copies that are being sent to lenders.
+        self._sending: set[asyncio.Task[None]] = set()
         host.when_room_is_made(self._pump)
 
     @property
     def depth(self) -> int:
         """The number of fetches that wait or run."""
         return len(self._fetches)
+
+    @property
+    def sending(self) -> int:
+        """The number of fetched copies that are being sent to lenders."""
+        return len(self._sending)
 
     def fetched(self, job: str) -> Fetched:
         """Return the counters of the bytes that were read for a job since the store was opened."""
@@ -270,9 +280,9 @@ class PrefetchQueue:
         for fetch in [fetch for fetch in self._fetches.values() if fetch.task is None]:
             self._leave_queue(fetch)
             del self._fetches[fetch.slab]
-        for task in tasks:
+        for task in (*tasks, *self._sending):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._sending, return_exceptions=True)
 
     def _add(self, slab: Slab, position: float) -> _Fetch:
         fetch = _Fetch(slab, position)
@@ -328,10 +338,31 @@ class PrefetchQueue:
                 if not waiter.done():
                     self._host_cache.pin(copy)
                     waiter.set_result(copy)
+            self._send_to_lender(slab, copy, fetch.position)
             self._host_cache.unpin(slab, copy, fetch.position if fetch.owners else NEVER)
         finally:
             self._in_flight -= nbytes
             self._pump()
+
+    def _send_to_lender(self, slab: Slab, copy: HostCopy, position: float) -> None:
+        """Begin to send bytes that were fetched to a lender that has room for them, so that the next fetch is quicker.
+
+        The copy is pinned meanwhile, so that its bytes stay as they are.
+        """
+        region = None if copy.step is None or copy.at_home else slab.versions.get(copy.step)
+        if region is None or len(self._sending) >= MOST_SENT_AT_ONCE:
+            return
+        if self._backing.begin_copy(region, None, position) and not self._backing.has_copy(region):
+            self._host_cache.pin(copy)
+            task = asyncio.ensure_future(self._send(slab, copy, region))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send(self, slab: Slab, copy: HostCopy, region: Region) -> None:
+        try:
+            await self._backing.send_copy(region, self._host.view(copy.arena_range))
+        finally:
+            self._host_cache.unpin(slab, copy, copy.next_use)
 
     async def _load(self, fetch: _Fetch, range_: ArenaRange | None) -> HostCopy:
         """Return a pinned copy of the slab's newest bytes. If the bytes change while they are read, read them again."""

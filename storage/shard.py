@@ -65,10 +65,11 @@ class DType(enum.StrEnum):
 
 
 class TierName(enum.StrEnum):
-    """The tiers in which a slab can be at home, fastest first."""
+    """The tiers, fastest first. A slab can be at home on `host` and `nvme`; the others have copies only."""
 
     GPU = "gpu"
     HOST = "host"
+    REMOTE = "remote"
     NVME = "nvme"
 
 

@@ -252,6 +252,9 @@ class Transformer:
         if slab.backing is not None:
             new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
             passage.target = await undo.enter_async_context(new)
+            if not slab.at_home_in_host:
+                before = None if slab.latest is None else slab.versions.get(slab.latest)
+                self._backing.begin_copy(passage.target, before, position if slab.key.kind is Kind.PARAM else NEVER)
         return passage
 
     async def _make_evictable(self, passages: Sequence[_Passage], tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -57,11 +57,12 @@ def free_address() -> str:
 
 @contextmanager
 def started(
-    directory: Path, config: Mapping[str, Any], *, start_seconds: float = START_SECONDS
+    directory: Path, config: Mapping[str, Any], *, start_seconds: float = START_SECONDS, namespace: str = ""
 ) -> Iterator[StoreDaemon]:
     """Start a daemon with its files in `directory`, and terminate it at the end of the block.
 
-    `config` is added to the daemon's configuration file.
+    `config` is added to the daemon's configuration file. With a `namespace`, the daemon runs in that network namespace,
+    in which `config` must have an address to listen on.
 
     Raises:
         StoreUnavailableError: the daemon does not serve within `start_seconds`.
@@ -69,12 +70,19 @@ def started(
     address = free_address()
     values = {"state_dir": str(directory / "state"), "listen": address, "log_level": "warning"} | dict(config)
     path = directory / "daemon.toml"
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-    with subprocess.Popen([sys.executable, "-m", "paramserver", "serve", "--config", str(path)]) as process:
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+    enter = ["ip", "netns", "exec", namespace] if namespace else []
+    socket_address = f"unix:{directory / 'state' / 'paramserver.sock'}"
+    with subprocess.Popen([*enter, sys.executable, "-m", "paramserver", "serve", "--config", str(path)]) as process:
         try:
-            wait_until_serving(address, start_seconds)
-            yield StoreDaemon(
-                address=address, socket_address=f"unix:{directory / 'state' / 'paramserver.sock'}", pid=process.pid
-            )
+            # The address in another namespace cannot be reached from here, but the socket can.
+            wait_until_serving(socket_address if namespace else address, start_seconds)
+            yield StoreDaemon(address=values["listen"], socket_address=socket_address, pid=process.pid)
         finally:
             process.terminate()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)

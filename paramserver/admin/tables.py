@@ -53,6 +53,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         if tier.gradient_bytes:
             spilled = "spilled" if tier.tier == pb.TIER_NVME else "parked"
             lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.gradient_bytes)} of {spilled} gradients"))
+    lines += [text(line) for tier in response.tiers for line in _memory_lines(tier)]
     lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:
         longest = response.longest_loop_stall_seconds
@@ -61,6 +62,32 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     table.caption = Text("\n", "table.caption").join(lines)
     table.caption_justify = "left"
     return table
+
+
+def _memory_lines(tier: admin_pb.TierInfo) -> list[str]:
+    """Return a line for each loan that was given, and for each lender."""
+    lines = []
+    if tier.lend_budget_bytes or tier.loans:
+        lines.append(f"lent: {decimal(tier.lent_bytes)} of lend_budget {decimal(tier.lend_budget_bytes)}")
+    for loan in tier.loans:
+        lines.append(
+            f"lent to {loan.borrower} (token {loan.token}, {loan.peer}): {decimal(loan.used_bytes)} of "
+            f"{decimal(loan.size_bytes)}, read {decimal(loan.bytes_read)}, written {decimal(loan.bytes_written)}, "
+            f"taken back {decimal(loan.taken_back_bytes)}"
+        )
+    for lender in tier.lenders:
+        speeds = [
+            f"{what} {decimal(int(speed))}/s"
+            for what, speed in (("lender", lender.bytes_per_second), ("nvme", lender.nvme_bytes_per_second))
+            if speed
+        ]
+        lines.append(
+            f"lender {lender.address}: {lender.state}, {decimal(lender.used_bytes)} of {decimal(lender.size_bytes)}, "
+            f"{lender.hits} hits, {lender.misses} misses, {lender.wrong_blocks} wrong, {lender.timeouts} time-outs, "
+            f"lost {lender.losses} times{''.join(f', {speed}' for speed in speeds)}"
+            f"{f' ({lender.problem})' if lender.problem else ''}"
+        )
+    return lines
 
 
 def devices_table(tiers: Iterable[admin_pb.TierInfo]) -> Table:

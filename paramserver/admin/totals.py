@@ -24,7 +24,7 @@ _FIGURES = (
 
 
 def tiers(answers: Sequence[admin_pb.GetTiersResponse]) -> admin_pb.GetTiersResponse:
-    """Return each tier with the sums of all daemons, and with the problems and devices of all of them."""
+    """Return each tier with the sums of all daemons, and with the problems, devices, loans and lenders of all."""
     total = _added(admin_pb.GetTiersResponse(), answers)
     total.unix_seconds = min(answer.unix_seconds for answer in answers)
     total.longest_loop_stall_seconds = max(answer.longest_loop_stall_seconds for answer in answers)
@@ -32,6 +32,8 @@ def tiers(answers: Sequence[admin_pb.GetTiersResponse]) -> admin_pb.GetTiersResp
         tier = _added(admin_pb.TierInfo(tier=same[0].tier), same)
         tier.problems.extend(problem for one in same for problem in one.problems)
         tier.devices.extend(device for one in same for device in one.devices)
+        tier.loans.extend(loan for one in same for loan in one.loans)
+        tier.lenders.extend(lender for one in same for lender in one.lenders)
         total.tiers.append(tier)
     return total
 

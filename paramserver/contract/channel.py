@@ -12,6 +12,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import grpc
+import grpc.aio
 
 from paramserver.contract.address import is_socket, socket_path
 from paramserver.contract.bearer import TokenBearer, TraceParent
@@ -73,6 +74,21 @@ def channel_to(
         channel = grpc.insecure_channel(target, options=options)
     bearers = [*([] if token is None else [TokenBearer(token)]), *([] if trace is None else [trace])]
     return grpc.intercept_channel(channel, *bearers) if bearers else channel
+
+
+def async_channel_to(address: str, *, options: Options = (), tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """Return a channel of grpc.aio to the daemon at `unix:/path` or `host:port`, for calls from an event loop.
+
+    Args:
+        options, tls: see `channel_to`. The caller adds its token to the metadata of each call.
+
+    Raises:
+        ValueError, OSError: see `target_of`.
+    """
+    target, options = target_of(address), (*NO_PROXY, *options)
+    if tls is not None and not is_socket(address):
+        return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(*tls), options=options)
+    return grpc.aio.insecure_channel(target, options=options)
 
 
 def collector_channel(endpoint: str, authorities: Path | None = None) -> grpc.Channel:

@@ -1,7 +1,7 @@
-"""The wire form of chunks in Read and Write calls, without the copies that protobuf makes in Python.
+"""The wire form of chunks in Read, Write and AccessLoan calls, without the copies that protobuf makes in Python.
 
-`ReadResponse.chunk` and `WriteRequest.chunk` have the same number and type, so a message that holds a chunk is the same
-bytes in both directions:
+The field `chunk` of these calls' messages has the same number and type, so a message that holds a chunk is the same
+bytes in each of them:
 
     12 <varint: length of the chunk>  09 <checksum: fixed64>  10 <first_byte: varint>  1a <varint: length> <data>
 
@@ -32,7 +32,7 @@ _CHECKSUM = struct.Struct("<BQ")
 # The most bytes of a uint64, because each byte holds seven of its bits.
 _MAX_VARINT_BYTES = 10
 
-MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest)
+MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest, pb.AccessLoanRequest, pb.AccessLoanResponse)
 
 
 class MalformedMessageError(ValueError):

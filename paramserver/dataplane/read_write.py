@@ -8,15 +8,14 @@ read_source.py provides the bytes, and chunk_budget.py limits how many each tran
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paramserver.contract import chunks
 from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
 from paramserver.dataplane.chunk_budget import FIRST_CHUNK_BYTES, ChunkBudget, Transfer
+from paramserver.dataplane.raw_stream import RawContext, next_message, run_transfer, write_message
 from paramserver.dataplane.read_source import Source, check_held, open_source
 from paramserver.rpc import convert
 from paramserver.rpc.status import answer
@@ -27,7 +26,6 @@ from paramserver.vocabulary import DTYPE_TO_WIRE
 from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
-RawContext = grpc.aio.ServicerContext[bytes, bytes]
 # A function that returns the session with an id. It raises if the caller is not allowed to use that session.
 FindSession = Callable[[str], Session]
 
@@ -66,10 +64,10 @@ class Streams:
             # The session may have ended while the source was opened. At that moment its end could not end this transfer
             # yet, so this look-up is repeated, and raises.
             find_session(opened.session_id)
-            await _write(context, pb.ReadResponse(header=header))
+            await write_message(context, pb.ReadResponse(header=header))
             sending = self._send(transfer, source, opened.first_byte, credit, context)
             try:
-                await _run(transfer, sending, _take_credits(transfer, credit, context))
+                await run_transfer(transfer, sending, _take_credits(transfer, credit, context))
             except StorageError as error:
                 # If the client does not read, the status waits in gRPC behind the last chunk. gRPC's copy of that chunk
                 # stays counted until the status is sent.
@@ -83,7 +81,7 @@ class Streams:
             await credit.wait()
             nbytes = credit.take(min(self._chunk_budget.chunk_bytes(transfer), source.size_bytes - first_byte))
             await self._chunk_budget.reserve(transfer, nbytes * _COPIES_SENT)
-            await _write(context, chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
+            await write_message(context, chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
             self._chunk_budget.moved(transfer, nbytes * _COPIES_SENT)
             first_byte += nbytes
 
@@ -111,7 +109,9 @@ class Streams:
         find_session(header.session_id)
         with self._chunk_budget.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
             inbox = _Inbox(self._engine, lease, header)
-            await _run(transfer, self._answer(transfer, inbox, context), self._receive(transfer, inbox, context))
+            await run_transfer(
+                transfer, self._answer(transfer, inbox, context), self._receive(transfer, inbox, context)
+            )
 
     async def _receive(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
         while inbox.missing_bytes:
@@ -143,10 +143,10 @@ class Streams:
                     break
                 granted += quantum
             inbox.credit_bytes += granted
-            await _write(context, pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted))
+            await write_message(context, pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted))
         while inbox.missing_bytes:
             await inbox.wait_for_chunk()
-        await _write(context, pb.WriteResponse(received_bytes=inbox.size_bytes))
+        await write_message(context, pb.WriteResponse(received_bytes=inbox.size_bytes))
 
 
 class _Credit:
@@ -246,7 +246,7 @@ async def _take_credits(transfer: Transfer, credit: _Credit, context: RawContext
 
 async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
     """Return the client's next message, or None if the client has closed its side."""
-    message = await _next_message(context)
+    message = await next_message(context)
     if message is None:
         return None
     try:
@@ -257,42 +257,10 @@ async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
 
 async def _next_write_request(context: RawContext) -> pb.WriteRequest | Chunk | None:
     """Return the client's next message, or None if the client has closed its side."""
-    message = await _next_message(context)
+    message = await next_message(context)
     if message is None:
         return None
     try:
         return chunks.decode(message, pb.WriteRequest)
     except chunks.MalformedMessageError as error:
         raise InvalidRequestError(str(error)) from error
-
-
-async def _write(context: RawContext, message: bytes | pb.ReadResponse | pb.WriteResponse) -> None:
-    try:
-        await context.write(message if isinstance(message, bytes) else message.SerializeToString())
-    except grpc.aio.InternalError as gone:
-        # The client has gone, and gRPC is about to cancel this call. Cancelling here ends it the same way.
-        raise asyncio.CancelledError from gone
-
-
-async def _next_message(context: RawContext) -> bytes | None:
-    message = await context.read()
-    return message if isinstance(message, bytes) else None
-
-
-async def _run(transfer: Transfer, work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, with `beside` running at the same time.
-
-    Raises:
-        Exception: `work` or `beside` raised it, or `transfer.ended` got it. Both are cancelled then.
-    """
-    main, helper = asyncio.ensure_future(work), asyncio.ensure_future(beside)
-    waiting: set[asyncio.Future[None]] = {main, helper, transfer.ended}
-    try:
-        while not main.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                future.result()
-    finally:
-        main.cancel()
-        helper.cancel()
-        await asyncio.gather(main, helper, return_exceptions=True)

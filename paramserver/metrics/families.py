@@ -56,6 +56,7 @@ class Figure(Generic[ReadingT]):
 
 _HOST, _NVME = (pb.TIER_HOST,), (pb.TIER_NVME,)
 _GPU_AND_HOST = (pb.TIER_GPU, pb.TIER_HOST)
+_COPIES = (pb.TIER_GPU, pb.TIER_HOST, pb.TIER_REMOTE)
 
 TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     Figure("tier_budget_bytes", "The tier's budget.", lambda tier: tier.budget_bytes),
@@ -75,15 +76,34 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
         lambda tier: tier.quarantined_bytes,
         tiers=_HOST,
     ),
+    Figure(
+        "tier_lent_bytes",
+        "Bytes that other daemons have borrowed and use.",
+        lambda tier: tier.lent_bytes,
+        tiers=_HOST,
+    ),
+    Figure(
+        "tier_lend_budget_bytes",
+        "Most bytes that other daemons may borrow.",
+        lambda tier: tier.lend_budget_bytes,
+        tiers=_HOST,
+    ),
+    Figure("tier_loans", "Loans that other daemons have.", lambda tier: len(tier.loans), tiers=_HOST),
+    Figure(
+        "tier_taken_back_bytes",
+        "Bytes of the present loans that were taken back.",
+        lambda tier: sum(loan.taken_back_bytes for loan in tier.loans),
+        tiers=_HOST,
+    ),
     Figure("tier_queue_depth", "Requests that wait or are under way.", lambda tier: tier.queue_depth),
     Figure("tier_problems", "Problems of the tier; with any, it is degraded.", lambda tier: len(tier.problems)),
-    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_GPU_AND_HOST),
+    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_COPIES),
     Figure(
         "tier_misses",
         "Reads that needed a lower tier.",
         lambda tier: tier.misses,
         is_counter=True,
-        tiers=_GPU_AND_HOST,
+        tiers=_COPIES,
     ),
     Figure(
         "tier_promotions",
@@ -158,6 +178,31 @@ DEVICES: tuple[Figure[admin_pb.TierInfo.Device], ...] = (
     ),
 )
 
+LENDERS: tuple[Figure[admin_pb.TierInfo.Lender], ...] = (
+    Figure("lender_used_bytes", "Bytes that lie in the lender's memory.", lambda lender: lender.used_bytes),
+    Figure("lender_size_bytes", "The size of the loan; 0 if the lender is away.", lambda lender: lender.size_bytes),
+    Figure("lender_hits", "Reads that the lender served.", lambda lender: lender.hits, is_counter=True),
+    Figure("lender_misses", "Reads of copies that the lender had lost.", lambda lender: lender.misses, is_counter=True),
+    Figure(
+        "lender_wrong_blocks",
+        "Reads whose bytes did not have their checksum.",
+        lambda lender: lender.wrong_blocks,
+        is_counter=True,
+    ),
+    Figure(
+        "lender_timeouts",
+        "How often the lender did not answer in time.",
+        lambda lender: lender.timeouts,
+        is_counter=True,
+    ),
+    Figure("lender_losses", "How often the loan was lost.", lambda lender: lender.losses, is_counter=True),
+    Figure(
+        "lender_bandwidth_bytes_per_second",
+        "Measured speed of reads from the lender.",
+        lambda lender: lender.bytes_per_second or None,
+    ),
+)
+
 DAEMON: tuple[Figure[admin_pb.GetTiersResponse], ...] = (
     Figure("transfer_bytes", "Bytes of chunks that the daemon holds for clients.", lambda all_: all_.transfer_bytes),
     Figure("transfer_budget_bytes", "Most bytes of such chunks.", lambda all_: all_.transfer_budget_bytes),
@@ -220,13 +265,16 @@ SESSIONS: tuple[Figure[Sequence[admin_pb.SessionInfo]], ...] = (
 
 
 def tier_families(tiers: Sequence[admin_pb.TierInfo]) -> Iterable[Metric]:
-    """Yield the metrics of all tiers, and those of their devices."""
+    """Yield the metrics of all tiers, and those of their devices and lenders."""
     for figure in TIERS:
         having = [tier for tier in tiers if not figure.tiers or tier.tier in figure.tiers]
         yield figure.family(("tier",), [((word_of(pb.Tier, tier.tier),), tier) for tier in having])
     devices = [device for tier in tiers for device in tier.devices]
     for of_device in DEVICES:
         yield of_device.family(("path",), [((device.path,), device) for device in devices])
+    lenders = [lender for tier in tiers for lender in tier.lenders]
+    for of_lender in LENDERS:
+        yield of_lender.family(("lender",), [((lender.address,), lender) for lender in lenders])
 
 
 def job_families(jobs: Sequence[admin_pb.JobInfo]) -> Iterable[Metric]:
@@ -245,5 +293,5 @@ JOB_BYTES_MEANING = "Bytes of the job on the tier."
 
 def meanings() -> Mapping[str, str]:
     """Return the meaning of each metric in this module by its full name."""
-    figures: tuple[Figure[Any], ...] = (*TIERS, *DEVICES, *DAEMON, *JOBS, *SESSIONS)
+    figures: tuple[Figure[Any], ...] = (*TIERS, *DEVICES, *LENDERS, *DAEMON, *JOBS, *SESSIONS)
     return {figure.full_name: figure.meaning for figure in figures} | {f"{PREFIX}job_bytes": JOB_BYTES_MEANING}

@@ -25,10 +25,13 @@ class Right(enum.Enum):
     """Every client may call the method."""
 
     TOKEN = enum.auto()
-    """The call carries a valid token. The method gets the token's Principal, and checks what the token allows."""
+    """The call carries a valid token, not a borrower's. The method gets its Principal, and checks what it allows."""
 
     SESSION = enum.auto()
     """The request's `session_id` names a session that the call's principal opened. The method gets the Session."""
+
+    BORROWER = enum.auto()
+    """The call's token is a borrower's or an admin's. The method gets the token's Principal."""
 
     ADMIN = enum.auto()
     """The call's token is an admin's. A method that declares `takes_caller` gets the Principal."""
@@ -55,7 +58,7 @@ def needs(
 ) -> Callable[[MethodT], MethodT]:
     """Declare which right a method demands of its caller; see Declaration for the other arguments.
 
-    Methods with Right.TOKEN and Right.SESSION always take their caller.
+    Methods with Right.TOKEN, Right.SESSION and Right.BORROWER always take their caller.
 
     Example:
         @needs(Right.SESSION)
@@ -67,7 +70,7 @@ def needs(
             right=right,
             takes_context=takes_context,
             is_raw=is_raw,
-            takes_caller=takes_caller or right in (Right.TOKEN, Right.SESSION),
+            takes_caller=takes_caller or right in (Right.TOKEN, Right.SESSION, Right.BORROWER),
         )
         setattr(method, _ATTRIBUTE, declaration)
         return method

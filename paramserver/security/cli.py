@@ -56,6 +56,9 @@ def add(
     job: Annotated[
         list[str] | None, typer.Option(help="Job name or pattern (team-a-*) that it may use; may be repeated.")
     ] = None,
+    borrow: Annotated[
+        bool, typer.Option("--borrow", help="Another daemon may borrow host memory with it, and do nothing else.")
+    ] = False,
     delete: Annotated[bool, typer.Option("--delete", help="It may also delete these jobs.")] = False,
     expires: Annotated[
         datetime.datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="UTC. [never]")
@@ -65,26 +68,28 @@ def add(
     from paramserver.security.principals import Role
     from paramserver.security.tokens import add_token
 
-    if admin == bool(job):
-        typer.echo("paramserver: give either --admin or --job NAME", err=True)
+    if admin + bool(job) + borrow != 1:
+        typer.echo("paramserver: give one of --admin, --job NAME and --borrow", err=True)
         raise typer.Exit(2)
-    if admin and delete:
+    if delete and not job:
         typer.echo("paramserver: --delete goes with --job NAME; an admin may delete every job", err=True)
         raise typer.Exit(2)
+    role = Role.ADMIN if admin else Role.BORROWER if borrow else Role.JOB
     utc = None if expires is None else expires.replace(tzinfo=datetime.UTC)
     with _one_line_errors():
-        typer.echo(add_token(path, name, Role.ADMIN if admin else Role.JOB, job or (), utc, delete=delete))
+        typer.echo(add_token(path, name, role, job or (), utc, delete=delete))
 
 
 @tokens.command("list")
 def list_tokens(path: TokenFileArgument) -> None:
     """Show names, rights and expiry dates."""
+    from paramserver.security.principals import Role
     from paramserver.security.tokens import read_entries
 
     with _one_line_errors():
         for entry in read_entries(path):
             until = "never expires" if entry.expires is None else f"expires {entry.expires:%Y-%m-%d %H:%M %Z}"
-            rights = ", ".join(entry.jobs) or "everything"
+            rights = ", ".join(entry.jobs) or ("everything" if entry.role is Role.ADMIN else "borrows host memory")
             rights += "; may delete" if entry.delete else ""
             typer.echo(f"{entry.name}: {entry.role} ({rights}), {'expired' if entry.expired else until}")
 

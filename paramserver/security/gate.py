@@ -108,6 +108,24 @@ class Gate:
         check_admin(principal)
         return principal
 
+    def require_borrower(self, context: Context) -> Principal:
+        """Check that the call's token allows to borrow memory, and return its principal.
+
+        Raises:
+            UnauthenticatedError: the call carries no token, an unknown one or an expired one.
+            ForbiddenError: the token has neither the role of a borrower nor that of an admin.
+        """
+        principal = self.principal(context)
+        if principal.role is Role.JOB:
+            raise ForbiddenError(f"token {principal.name} is neither a borrower's nor an admin's")
+        return principal
+
+
+def check_no_borrower(principal: Principal) -> None:
+    """Check that the principal may do more than borrow memory. It can raise ForbiddenError."""
+    if principal.role is Role.BORROWER:
+        raise ForbiddenError(f"token {principal.name} is a borrower's")
+
 
 def check_admin(principal: Principal) -> None:
     """Check that the principal is an admin. It can raise ForbiddenError."""

@@ -14,6 +14,7 @@ class Role(enum.StrEnum):
 
     ADMIN = "admin"  # The token allows every call.
     JOB = "job"  # The token allows the data of some jobs, and no call of StoreAdmin.
+    BORROWER = "borrower"  # The token allows another daemon to borrow host memory, and no other call.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

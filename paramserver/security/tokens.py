@@ -54,9 +54,9 @@ class Entry(BaseModel):
     @model_validator(mode="after")
     def _check_jobs(self) -> Entry:
         if (self.role is Role.JOB) != bool(self.jobs):
-            raise ValueError("a token of role job names its jobs, and one of role admin none")
-        if self.role is Role.ADMIN and self.delete:
-            raise ValueError("delete is for tokens of role job: one of role admin may delete every job")
+            raise ValueError("a token of role job names its jobs, and one of another role none")
+        if self.role is not Role.JOB and self.delete:
+            raise ValueError("delete is for tokens of role job: an admin may delete every job, and a borrower none")
         if unprintable := [pattern for pattern in self.jobs if not pattern.isprintable()]:
             raise ValueError(f"the job pattern {unprintable[0]!r} is not printable, so no job has such a name")
         return self

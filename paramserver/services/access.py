@@ -11,7 +11,7 @@ from typing import Any
 
 from paramserver.rpc.checked_server import Admit
 from paramserver.rpc.rights import Right
-from paramserver.security.gate import Context, Gate, check_owner
+from paramserver.security.gate import Context, Gate, check_no_borrower, check_owner
 from paramserver.security.principals import Principal
 from paramserver.sessions.log_context import note_in_logs
 from paramserver.sessions.session import Session
@@ -38,6 +38,8 @@ class Access:
                 return self._admit_principal
             case Right.SESSION:
                 return lambda request, context: self.session(request.session_id, context)
+            case Right.BORROWER:
+                return lambda _, context: self._gate.require_borrower(context)
             case Right.ADMIN:
                 return self._admit_admin
 
@@ -58,7 +60,9 @@ class Access:
         return session
 
     def _admit_principal(self, _: Any, context: Context) -> Principal:
-        return self._gate.principal(context)
+        principal = self._gate.principal(context)
+        check_no_borrower(principal)
+        return principal
 
     def _admit_admin(self, _: Any, context: Context) -> Principal:
         return self._gate.require_admin(context)

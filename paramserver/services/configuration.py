@@ -18,10 +18,14 @@ from storage.errors import BudgetExceededError, ConflictError
 log = logging.getLogger(__name__)
 
 _BUDGETS = ("host_budget", "nvme_budget")
+# The keys whose new values are used without a restart.
+_QUOTAS = "quotas"
+_LENDING = ("lend_budget", "lend_per_borrower")
+_LIVE = (_QUOTAS, *_LENDING)
 
 
 class Configuration:
-    """The present configuration. Only the quotas can change while the daemon runs."""
+    """The present configuration. Only the quotas and what is lent can change while the daemon runs."""
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class Configuration:
         read_again: Callable[[], DaemonConfig],
         quotas: Quotas,
         check: Callable[[DaemonConfig], None],
+        lend: Callable[[DaemonConfig], None],
     ) -> None:
         """Begin with the configuration of the start.
 
@@ -38,6 +43,7 @@ class Configuration:
             quotas: the object that gets the quotas of each configuration that is read.
             check: checks that a daemon with this configuration could carry the jobs that there are now; raises
                 BudgetExceededError.
+            lend: lends as a configuration says from now on.
         """
         self.present = config
         self._read_again = read_again
@@ -46,6 +52,7 @@ class Configuration:
         # the configuration that was read last stays in effect.
         self._reloading = asyncio.Lock()
         self._check = check
+        self._lend = lend
 
     async def reload(self) -> tuple[Sequence[str], Sequence[str]]:
         """Read the configuration again. Return the keys that are in effect from now on, and those that need a restart.
@@ -63,7 +70,7 @@ class Configuration:
 
     def _take_over(self, config: DaemonConfig) -> tuple[Sequence[str], Sequence[str]]:
         changed = [key for key in DaemonConfig.model_fields if getattr(config, key) != getattr(self.present, key)]
-        waiting = [key for key in changed if key != "quotas"]
+        waiting = [key for key in changed if key not in _LIVE]
         try:
             # A daemon that was started with too small a budget would not serve, or would refuse the ranks that attach
             # again, so operators learn of it before the restart.
@@ -71,8 +78,10 @@ class Configuration:
                 self._check(config)
         except BudgetExceededError as error:
             raise ConflictError(f"the configuration stays as it is: {error}") from error
-        if "quotas" in changed:
-            self.present = self.present.model_copy(update={"quotas": config.quotas})
+        self.present = self.present.model_copy(update={key: getattr(config, key) for key in changed if key in _LIVE})
+        if _QUOTAS in changed:
             self._quotas.replace(config.quotas)
+        if any(key in changed for key in _LENDING):
+            self._lend(self.present)
         log.info("the configuration was read again: %s", ", ".join(changed) or "nothing has changed")
-        return [key for key in changed if key == "quotas"], waiting
+        return [key for key in changed if key in _LIVE], waiting

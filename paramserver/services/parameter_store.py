@@ -11,7 +11,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-from paramserver.dataplane.read_write import RawContext, Streams
+from paramserver.dataplane.lending import Lending
+from paramserver.dataplane.raw_stream import RawContext
+from paramserver.dataplane.read_write import Streams
 from paramserver.rpc import convert
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
@@ -44,6 +46,7 @@ class ParameterStore:
         sessions: Sessions,
         session_service: SessionService,
         streams: Streams,
+        lending: Lending,
         access: Access,
         quotas: Quotas,
         traces: Traces,
@@ -52,6 +55,7 @@ class ParameterStore:
         self._sessions = sessions
         self._session_service = session_service
         self._streams = streams
+        self._lending = lending
         self._access = access
         self._quotas = quotas
         self._traces = traces
@@ -200,6 +204,16 @@ class ParameterStore:
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
     async def Write(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
         await self._streams.write(lambda session_id: self._access.session(session_id, context), context)
+
+    @needs(Right.BORROWER, takes_context=True)
+    async def BorrowMemory(
+        self, requests: AsyncIterator[pb.BorrowMemoryRequest], principal: Principal, context: Context
+    ) -> None:
+        await self._lending.borrow(requests, principal, context)
+
+    @needs(Right.BORROWER, takes_context=True, is_raw=True)
+    async def AccessLoan(self, _: AsyncIterator[bytes], principal: Principal, context: RawContext) -> None:
+        await self._lending.access(principal, context)
 
     @needs(Right.SESSION)
     async def ApplyGradients(

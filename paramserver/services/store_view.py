@@ -29,6 +29,8 @@ from storage.slices import in_slices
 from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
+from storage.tiers.lent import Loan
+from storage.tiers.remote import LenderInfo
 from storage.upkeep import HeldStep
 
 
@@ -103,9 +105,14 @@ class StoreView:
             info.gradient_bytes = engine.gradients.parked_bytes
             info.quarantined_bytes = self._sessions.quarantine.nbytes
             info.queue_depth += engine.queue.depth
+            info.lent_bytes = engine.lent.used_bytes
+            info.lend_budget_bytes = engine.lent.budget_bytes
+            info.loans.extend(_describe_loan(loan) for loan in engine.lent.loans)
         elif tier is engine.gpu:
             info.leased_bytes = engine.gpu.leased_bytes
             info.evictable_bytes = info.used_bytes - info.leased_bytes
+        elif engine.remote is not None and tier is engine.remote:
+            info.lenders.extend(_describe_lender(lender) for lender in engine.remote.lenders)
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.gradient_bytes = engine.gradients.spilled_bytes
@@ -291,6 +298,36 @@ def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
         busy_seconds=load.busy_seconds,
         stalled_seconds=load.stalled_seconds,
         bytes_per_second=file.bandwidth,
+    )
+
+
+def _describe_loan(loan: Loan) -> admin_pb.TierInfo.Loan:
+    return admin_pb.TierInfo.Loan(
+        borrower=loan.borrower,
+        token=loan.identity,
+        peer=loan.peer,
+        size_bytes=loan.size_bytes,
+        used_bytes=loan.used_bytes,
+        bytes_read=loan.bytes_read,
+        bytes_written=loan.bytes_written,
+        taken_back_bytes=loan.taken_back_bytes,
+    )
+
+
+def _describe_lender(lender: LenderInfo) -> admin_pb.TierInfo.Lender:
+    return admin_pb.TierInfo.Lender(
+        address=lender.address,
+        state=lender.state,
+        problem=lender.problem,
+        size_bytes=lender.size_bytes,
+        used_bytes=lender.used_bytes,
+        hits=lender.hits,
+        misses=lender.misses,
+        wrong_blocks=lender.wrong_blocks,
+        timeouts=lender.timeouts,
+        losses=lender.losses,
+        bytes_per_second=lender.bytes_per_second,
+        nvme_bytes_per_second=lender.nvme_bytes_per_second,
     )
 
 

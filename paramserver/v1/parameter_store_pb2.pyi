@@ -31,6 +31,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_GPU: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_NVME: _ClassVar[Tier]
+    TIER_REMOTE: _ClassVar[Tier]
 
 class ResumePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -66,6 +67,7 @@ TIER_UNSPECIFIED: Tier
 TIER_GPU: Tier
 TIER_HOST: Tier
 TIER_NVME: Tier
+TIER_REMOTE: Tier
 RESUME_POLICY_UNSPECIFIED: ResumePolicy
 RESUME_POLICY_AUTO: ResumePolicy
 RESUME_POLICY_NEVER: ResumePolicy
@@ -1040,3 +1042,59 @@ class CollectSpansResponse(_message.Message):
     dropped: int
     monotonic_seconds: float
     def __init__(self, spans: _Optional[_Iterable[_Union[CollectSpansResponse.Span, _Mapping]]] = ..., dropped: _Optional[int] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...
+
+class BorrowMemoryRequest(_message.Message):
+    __slots__ = ("borrower", "size_bytes")
+    BORROWER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    borrower: str
+    size_bytes: int
+    def __init__(self, borrower: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class BorrowMemoryResponse(_message.Message):
+    __slots__ = ("loan_id", "size_bytes")
+    LOAN_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    loan_id: str
+    size_bytes: int
+    def __init__(self, loan_id: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class AccessLoanRequest(_message.Message):
+    __slots__ = ("open", "chunk", "read", "discard")
+    class Open(_message.Message):
+        __slots__ = ("loan_id",)
+        LOAN_ID_FIELD_NUMBER: _ClassVar[int]
+        loan_id: str
+        def __init__(self, loan_id: _Optional[str] = ...) -> None: ...
+    class Span(_message.Message):
+        __slots__ = ("first_byte", "size_bytes")
+        FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        first_byte: int
+        size_bytes: int
+        def __init__(self, first_byte: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    open: AccessLoanRequest.Open
+    chunk: Chunk
+    read: AccessLoanRequest.Span
+    discard: AccessLoanRequest.Span
+    def __init__(self, open: _Optional[_Union[AccessLoanRequest.Open, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., read: _Optional[_Union[AccessLoanRequest.Span, _Mapping]] = ..., discard: _Optional[_Union[AccessLoanRequest.Span, _Mapping]] = ...) -> None: ...
+
+class AccessLoanResponse(_message.Message):
+    __slots__ = ("kept", "chunk", "gone")
+    class Kept(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Gone(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    kept: AccessLoanResponse.Kept
+    chunk: Chunk
+    gone: AccessLoanResponse.Gone
+    def __init__(self, kept: _Optional[_Union[AccessLoanResponse.Kept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gone: _Optional[_Union[AccessLoanResponse.Gone, _Mapping]] = ...) -> None: ...

@@ -164,6 +164,16 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
                 _registered_method=True)
+        self.BorrowMemory = channel.stream_stream(
+                '/paramserver.v1.ParameterStore/BorrowMemory',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryResponse.FromString,
+                _registered_method=True)
+        self.AccessLoan = channel.stream_stream(
+                '/paramserver.v1.ParameterStore/AccessLoan',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterStoreServicer:
@@ -396,6 +406,26 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BorrowMemory(self, request_iterator, context):
+        """Borrows host memory of this daemon for copies that the borrower, another daemon, has elsewhere, too. The loan lives
+        as long as this stream: the borrower sends one request, the lender answers with the loan, and again whenever its
+        size changes. When the stream ends, for whatever reason, the memory is the lender's again. The lender may take back
+        any part of a loan at any time, also without a smaller size. Needs a token of role borrower or admin.
+        RESOURCE_EXHAUSTED: lend_budget is 0, or there are too many loans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AccessLoan(self, request_iterator, context):
+        """Keeps bytes in a loan and reads them back. The first message names the loan, and has no answer. Each further message
+        has one answer, in the order of the messages. Bytes that the lender has taken back, or that were never kept, are
+        answered with `gone`. A borrower must verify what it reads. The stream ends with its loan.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -528,6 +558,16 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.CollectSpans,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.SerializeToString,
+            ),
+            'BorrowMemory': grpc.stream_stream_rpc_method_handler(
+                    servicer.BorrowMemory,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryResponse.SerializeToString,
+            ),
+            'AccessLoan': grpc.stream_stream_rpc_method_handler(
+                    servicer.AccessLoan,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1232,6 +1272,60 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/CollectSpans',
             paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BorrowMemory(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paramserver.v1.ParameterStore/BorrowMemory',
+            paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.BorrowMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AccessLoan(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paramserver.v1.ParameterStore/AccessLoan',
+            paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.AccessLoanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -474,7 +474,53 @@ class GetTiersResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_budget_bytes: _Optional[int] = ..., loop_stalls: _Optional[int] = ..., longest_loop_stall_seconds: _Optional[float] = ...) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes")
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes", "lent_bytes", "lend_budget_bytes", "loans", "lenders")
+    class Loan(_message.Message):
+        __slots__ = ("borrower", "token", "peer", "size_bytes", "used_bytes", "bytes_read", "bytes_written", "taken_back_bytes")
+        BORROWER_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_FIELD_NUMBER: _ClassVar[int]
+        PEER_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+        BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+        BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+        TAKEN_BACK_BYTES_FIELD_NUMBER: _ClassVar[int]
+        borrower: str
+        token: str
+        peer: str
+        size_bytes: int
+        used_bytes: int
+        bytes_read: int
+        bytes_written: int
+        taken_back_bytes: int
+        def __init__(self, borrower: _Optional[str] = ..., token: _Optional[str] = ..., peer: _Optional[str] = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., taken_back_bytes: _Optional[int] = ...) -> None: ...
+    class Lender(_message.Message):
+        __slots__ = ("address", "state", "problem", "size_bytes", "used_bytes", "hits", "misses", "wrong_blocks", "timeouts", "losses", "bytes_per_second", "nvme_bytes_per_second")
+        ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        STATE_FIELD_NUMBER: _ClassVar[int]
+        PROBLEM_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+        HITS_FIELD_NUMBER: _ClassVar[int]
+        MISSES_FIELD_NUMBER: _ClassVar[int]
+        WRONG_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+        TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
+        LOSSES_FIELD_NUMBER: _ClassVar[int]
+        BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+        NVME_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+        address: str
+        state: str
+        problem: str
+        size_bytes: int
+        used_bytes: int
+        hits: int
+        misses: int
+        wrong_blocks: int
+        timeouts: int
+        losses: int
+        bytes_per_second: float
+        nvme_bytes_per_second: float
+        def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ..., problem: _Optional[str] = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., wrong_blocks: _Optional[int] = ..., timeouts: _Optional[int] = ..., losses: _Optional[int] = ..., bytes_per_second: _Optional[float] = ..., nvme_bytes_per_second: _Optional[float] = ...) -> None: ...
     class Device(_message.Message):
         __slots__ = ("path", "direct", "used_bytes", "size_bytes", "free_runs", "bytes_in_flight", "busy_seconds", "stalled_seconds", "bytes_per_second")
         PATH_FIELD_NUMBER: _ClassVar[int]
@@ -519,6 +565,10 @@ class TierInfo(_message.Message):
     SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEND_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOANS_FIELD_NUMBER: _ClassVar[int]
+    LENDERS_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     budget_bytes: int
     used_bytes: int
@@ -542,7 +592,11 @@ class TierInfo(_message.Message):
     scrub_passes: int
     quarantined_bytes: int
     gradient_bytes: int
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ...) -> None: ...
+    lent_bytes: int
+    lend_budget_bytes: int
+    loans: _containers.RepeatedCompositeFieldContainer[TierInfo.Loan]
+    lenders: _containers.RepeatedCompositeFieldContainer[TierInfo.Lender]
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., lend_budget_bytes: _Optional[int] = ..., loans: _Optional[_Iterable[_Union[TierInfo.Loan, _Mapping]]] = ..., lenders: _Optional[_Iterable[_Union[TierInfo.Lender, _Mapping]]] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
     __slots__ = ("interval_seconds",)

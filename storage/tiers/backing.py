@@ -1,6 +1,7 @@
 """The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
-This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move.
+This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move. What the
+remote tier has of a region is read from there; which reads these are, the remote tier decides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
-from storage.waiting import finish_all
+from storage.tiers.remote import RemoteTier, Shared
+from storage.waiting import finish_all, wait_out
 
 # The bytes of the buffer through which a region is copied from one tier to another.
 _COPY_BYTES = 4 << 20
@@ -26,8 +28,20 @@ _COPY_BYTES = 4 << 20
 class BackingTiers:
     """The backing tiers of one engine, fastest first; the last one is the durable one."""
 
-    def __init__(self, volatile: Sequence[BackingTier[Any]], durable: DurableTier[Any], watch: DeviceWatch) -> None:
+    def __init__(
+        self,
+        volatile: Sequence[BackingTier[Any]],
+        durable: DurableTier[Any],
+        watch: DeviceWatch,
+        remote: RemoteTier | None = None,
+    ) -> None:
         """Take over the tiers and the watch, which watches their devices from here on.
+
+        Args:
+            volatile: the tiers whose bytes a restart loses, fastest first.
+            durable: the durable tier.
+            watch: the watch.
+            remote: has copies of versions on the durable tier; None: no memory is borrowed.
 
         Raises:
             ValueError: two tiers have the same name, or one has the host tier's name, or a tier in `volatile` is
@@ -35,6 +49,7 @@ class BackingTiers:
         """
         self.durable = durable
         self.watch = watch
+        self.remote = remote
         self._tiers: dict[TierName, BackingTier[Any]] = {tier.name: tier for tier in (*volatile, durable)}
         if len(self._tiers) != len(volatile) + 1 or TierName.HOST in self._tiers:
             raise ValueError(f"each backing tier has a name of its own: {[tier.name for tier in (*volatile, durable)]}")
@@ -90,29 +105,96 @@ class BackingTiers:
     def read_into(
         self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> Coroutine[Any, Any, None]:
-        """Fill `buffer` from the region's tier; see `BackingTier.read_into`."""
+        """Fill `buffer` from the region's tier, or from a lender; see `BackingTier.read_into`."""
+        if self.remote is not None:
+            return self._read_shared(self.remote, [Move(region, offset, buffer)], priority, verified=True)
         return region.tier.read_into(region, offset, buffer, priority)
 
     def read_many(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, verified, from the tiers of their regions; see `BackingTier.read_many`."""
-        tier = self._only_tier_of(moves)
-        if tier is not None:
-            return tier.read_many(moves, priority)
-        return _each([tier.read_many(part, priority) for tier, part in self._by_tier(moves)])
+        if self.remote is not None:
+            return self._read_shared(self.remote, moves, priority, verified=True)
+        return self._read(moves, priority, verified=True)
 
     def read_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, not verified, from the tiers of their regions; see `BackingTier.read_raw`."""
-        tier = self._only_tier_of(moves)
-        if tier is not None:
-            return tier.read_raw(moves, priority)
-        return _each([tier.read_raw(part, priority) for tier, part in self._by_tier(moves)])
+        if self.remote is not None:
+            return self._read_shared(self.remote, moves, priority, verified=False)
+        return self._read(moves, priority, verified=False)
 
     def write_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """Write the buffers to the tiers of their regions; see `BackingTier.write_raw`."""
-        tier = self._only_tier_of(moves)
-        if tier is not None:
+        """Write the buffers to the tiers of their regions, and to lenders that have room for them.
+
+        See `BackingTier.write_raw`, and `begin_copy` for the lenders.
+        """
+        if self.remote is not None:
+            return self._write_shared(self.remote, moves, priority)
+        return self._write(moves, priority)
+
+    def begin_copy(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
+        """Prepare a copy of a version in the memory of a lender; see `RemoteTier.begin`.
+
+        From here on `write_raw` sends the bytes there, too. Return whether there is room.
+        """
+        return (
+            self.remote is not None and region.tier is self.durable and self.remote.begin(region, instead_of, next_use)
+        )
+
+    def has_copy(self, region: Region) -> bool:
+        """Return whether a lender has all bytes of a version."""
+        return self.remote is not None and self.remote.has(region)
+
+    async def send_copy(self, region: Region, view: memoryview) -> None:
+        """Send all bytes of a version, for which `begin_copy` made room, to the lender. `view` must not change."""
+        if self.remote is not None:
+            await self.remote.push([Move(region, 0, view)])
+
+    def _read(self, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool) -> Coroutine[Any, Any, None]:
+        if (tier := self._only_tier_of(moves)) is not None:
+            return tier.read_many(moves, priority) if verified else tier.read_raw(moves, priority)
+        parts = list(self._by_tier(moves))
+        return _each([t.read_many(part, priority) if verified else t.read_raw(part, priority) for t, part in parts])
+
+    def _write(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+        if (tier := self._only_tier_of(moves)) is not None:
             return tier.write_raw(moves, priority)
         return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(moves)])
+
+    async def _read_shared(
+        self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool
+    ) -> None:
+        """Read from lenders what they have, and at the same time the rest from the tiers of the regions."""
+        elsewhere, shared = remote.split(moves)
+        if not shared:
+            await self._read(moves, priority, verified=verified)
+            return
+        for move, _, _ in shared:
+            self.hold(move.region)
+        try:
+            works = [asyncio.ensure_future(self._read_remote(remote, shared, priority, verified=verified))]
+            if elsewhere:
+                works.append(asyncio.ensure_future(self._read(elsewhere, priority, verified=verified)))
+            await finish_all(works)
+        finally:
+            for move, _, _ in shared:
+                self.free(move.region)
+
+    async def _read_remote(
+        self, remote: RemoteTier, shared: Sequence[Shared], priority: Priority, *, verified: bool
+    ) -> None:
+        if left := await remote.read(shared, verified=verified):
+            await self._read(left, priority, verified=verified)
+
+    async def _write_shared(self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority) -> None:
+        """Write to the tiers of the regions, and send the same bytes to lenders for as long as that is of use."""
+        pushing = asyncio.ensure_future(remote.push(moves))
+        try:
+            await self._write(moves, priority)
+            if not pushing.done():
+                await asyncio.wait([pushing], timeout=remote.patience(moves))
+        finally:
+            pushing.cancel()
+            await wait_out([pushing])
 
     async def copy_to_durable(self, region: Region) -> Region:
         """Copy a region, read and verified, into a new region of the durable tier, and return the new one.
@@ -136,6 +218,8 @@ class BackingTiers:
     async def close(self) -> None:
         """Stop the watch, then close all tiers."""
         await self.watch.close()
+        if self.remote is not None:
+            await self.remote.close()
         for tier in self:
             await tier.close()
 

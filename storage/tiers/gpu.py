@@ -26,6 +26,7 @@ from typing import Protocol
 from storage.shard import TierName
 from storage.tiers.base import TierCounters, round_up
 from storage.tiers.free_runs import FreeRuns
+from storage.tiers.giving_way import giving_way
 
 # Allocators of devices align tensors to this, and kernels read whole vectors from such an address.
 ALIGN_BYTES = 512
@@ -78,6 +79,16 @@ class _Copy:
     leases: int = 0
 
     @property
+    def offset(self) -> int:
+        """The first byte of the range."""
+        return self.range_.offset
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that the copy takes of the memory."""
+        return round_up(self.range_.nbytes, ALIGN_BYTES)
+
+    @property
     def is_stale(self) -> bool:
         """Whether the bytes are not the newest ones of the slab any more."""
         return self.source.deleted or self.source.stamp != self.stamp
@@ -106,7 +117,7 @@ class DeviceMemory:
     @property
     def leased_bytes(self) -> int:
         """The bytes of the ranges that the client is using or filling."""
-        return sum(_room(copy) for copy in self._holding() if copy.leases)
+        return sum(copy.room_bytes for copy in self._holding() if copy.leases)
 
     @property
     def is_within_budget(self) -> bool:
@@ -119,7 +130,7 @@ class DeviceMemory:
         for copy in [copy for copy in self._copies.values() if copy.range_.end > self.budget_bytes]:
             self._drop(copy)
         self._free = FreeRuns()
-        taken = sorted((copy.range_.offset, copy.range_.offset + _room(copy)) for copy in self._holding())
+        taken = sorted((copy.range_.offset, copy.range_.offset + copy.room_bytes) for copy in self._holding())
         free_from = 0
         for start, end in [*taken, (self.budget_bytes, self.budget_bytes)]:
             if free_from < min(start, self.budget_bytes):
@@ -162,8 +173,8 @@ class DeviceMemory:
             return None
         range_ = DeviceRange(offset, nbytes, next(self._generations))
         copy = _Copy(source, source.stamp, range_, next_use, leases=1)
-        self.used_bytes += _room(copy)
-        self._counters.moved_bytes += _room(copy)
+        self.used_bytes += copy.room_bytes
+        self._counters.moved_bytes += copy.room_bytes
         self._copies[source] = copy
         return range_
 
@@ -205,7 +216,7 @@ class DeviceMemory:
             self._free_range(copy)
 
     def _free_range(self, copy: _Copy) -> None:
-        start, end = copy.range_.offset, copy.range_.offset + _room(copy)
+        start, end = copy.range_.offset, copy.range_.offset + copy.room_bytes
         self.used_bytes -= end - start
         self._counters.moved_bytes += end - start
         if start < self.budget_bytes:
@@ -227,21 +238,7 @@ class DeviceMemory:
         idle = [copy for copy in self._copies.values() if not copy.leases]
         candidates = [copy for copy in idle if copy.is_stale or copy.next_use > next_use]
         candidates.sort(key=lambda copy: (copy.is_stale, copy.next_use), reverse=True)
-        runs = FreeRuns()
-        for i in range(len(self._free)):
-            runs.add(*self._free[i])
-        for number, copy in enumerate(candidates, start=1):
-            runs.add(copy.range_.offset, copy.range_.offset + _room(copy))
-            if (index := runs.shortest_fit(room)) is not None:
-                start = runs.cut(index, room)
-                # The range begins where a run does, so no copy reaches into it from before.
-                return [copy for copy in candidates[:number] if start <= copy.range_.offset < start + room]
-        return ()
-
-
-def _room(copy: _Copy) -> int:
-    """Return the bytes that a copy takes of the memory."""
-    return round_up(copy.range_.nbytes, ALIGN_BYTES)
+        return giving_way(self._free, room, candidates)
 
 
 class GpuTier:

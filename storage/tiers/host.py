@@ -90,6 +90,7 @@ class HostTier:
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
+        self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -142,6 +143,10 @@ class HostTier:
         """Call `callback` whenever an allocation begins to wait, so that other bytes can leave the arena."""
         self._on_shortage.append(callback)
 
+    def take_back_first(self, take_back: Callable[[], ArenaRange | None]) -> None:
+        """Call `take_back` before a copy is evicted: it returns a lent range, which the tier frees, or None."""
+        self._take_back = take_back
+
     def deadline(self) -> float:
         """Return the time, on the loop's clock, until which a request that begins now may wait for room."""
         return asyncio.get_running_loop().time() + self._admission_timeout_seconds
@@ -191,6 +196,13 @@ class HostTier:
             return None
         return self._allocate(nbytes, from_top=False, later_than=later_than)
 
+    def allocate_free(self, nbytes: int) -> ArenaRange | None:
+        """Return a range from the top of the free room, without waiting and without evicting any copy, or None."""
+        range_ = None if self._waiters else self.arena.allocate(nbytes, from_top=True)
+        if range_ is not None:
+            self.counters.moved_bytes += range_.nbytes
+        return range_
+
     def free(self, range_: ArenaRange) -> None:
         """Free a range, and serve the allocations that wait for room."""
         self._free(range_)
@@ -228,6 +240,9 @@ class HostTier:
 
     def _allocate(self, nbytes: int, *, from_top: bool, later_than: float | None) -> ArenaRange | None:
         while (range_ := self.arena.allocate(nbytes, from_top=from_top)) is None:
+            if (lent := self._take_back()) is not None:
+                self._free(lent)
+                continue
             if (evicted := self._room_maker.evict(later_than)) is None:
                 return None
             self.counters.demotions += 1

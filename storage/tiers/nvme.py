@@ -114,6 +114,7 @@ class NvmeTier:
         self.damaged_blocks = 0
         self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
         self._file_of = {file.number: file for file in self.files}
+        self._on_freed: Callable[[NvmeRegion], None] = lambda _: None
         self._unsynced: set[NvmeRegion] = set()
         self._new: set[NvmeRegion] = set()
         if self.used_bytes > budget_bytes:
@@ -268,12 +269,17 @@ class NvmeTier:
         region.holders -= 1
         if region.holders:
             return
+        self._on_freed(region)
         self.counters.moved_bytes += region.nbytes
         self._unsynced.discard(region)
         self._damaged.pop(region, None)
         for extent in region.extents:
             for part in without(extent, self.bad) if self.bad else (extent,):
                 self._file_of[extent.file].free(part)
+
+    def when_freed(self, callback: Callable[[NvmeRegion], None]) -> None:
+        """Call `callback` with each region whose last holder releases it, before its extents are free."""
+        self._on_freed = callback
 
     def _place(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Return extents for `nbytes` from the free space, in stripes over the files; None if there is too little."""

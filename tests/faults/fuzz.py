@@ -52,6 +52,7 @@ DAEMON_CONFIG = {
     "admission_timeout_seconds": 1.0,
     "late_copy_seconds": 0.3,
     "host_budget": "16MiB",
+    "lend_budget": "4MiB",
     "nvme_budget": "256MiB",
 }
 # After this many calls, requests of each kind and of the largest size have come, and malloc has memory for them.

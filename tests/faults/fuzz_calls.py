@@ -39,7 +39,19 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for method in service.methods
 }
 # By contract these calls last until another client has done something, or until their own client ends them.
-_WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "WatchEvents", "Session", "Read", "Write", "Watch")
+_WAITING = (
+    "AcquireLeases",
+    "CommitStep",
+    "WatchJob",
+    "WatchTiers",
+    "WatchEvents",
+    "Session",
+    "Read",
+    "Write",
+    "Watch",
+    "BorrowMemory",
+    "AccessLoan",
+)
 WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
 
 # A daemon that is being drained answers so to a client that wants a new session.
@@ -179,9 +191,9 @@ def what_is_wrong(call: Call, ending: Ending) -> str | None:
         CODE.DEADLINE_EXCEEDED: call.deadline_seconds < DEADLINE_SECONDS,
         # gRPC's client reports this instead of the real status when it writes to a call that has ended already.
         CODE.INTERNAL: call.method.client_streaming and ending.details == "Internal error from Core",
-        CODE.DATA_LOSS: call.method.name == "Write",
+        CODE.DATA_LOSS: call.method.name in ("Write", "AccessLoan"),
         # Another client has called Drain.
-        CODE.UNAVAILABLE: call.method.name == "Session" and DRAINED in ending.details,
+        CODE.UNAVAILABLE: call.method.name in ("Session", "BorrowMemory") and DRAINED in ending.details,
         CODE.UNIMPLEMENTED: call.path == "/grpc.health.v1.Health/List",
     }
     return None if allowed.get(code, False) else f"it ended with {code.name}: {ending.details}"

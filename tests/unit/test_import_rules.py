@@ -39,7 +39,7 @@ FLOORS = {
         "optimizer_kernel process",
         "security",
         "config rpc",
-        "admin device_reads sessions store_need",
+        "admin device_reads lenders sessions store_need",
         "dataplane",
         "services",
         "page",

@@ -19,7 +19,7 @@ from tests.unit.deploy.metric_names import known_names
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "paramserver.json"
 # Series that prometheus-client has of every process.
 OF_PROCESS = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-LABELS = {"instance", "job", "tier", "path", "method", "code", "operation", "le"}
+LABELS = {"instance", "job", "tier", "path", "lender", "method", "code", "operation", "le"}
 WIDTH = 24
 
 

@@ -187,6 +187,9 @@ EVERY_KEY = {
         '{default = {sessions = 8}, job = [{pattern = "a-*", host_bytes = "1GiB"}], token = [{name = "b", jobs = 2}]}',
     )
     * 2,
+    "lend_budget": ('"1GiB"', "1GiB"),
+    "lend_per_borrower": ('"64MiB"', "64MiB"),
+    "remote": ('{lenders = ["127.0.0.1:7070", "unix:/s"], budget = "2GiB", use = "always"}',) * 2,
     "metrics_listen": ('"[::]:9464"', "[::]:9464"),
     "metrics_jobs": ("7", "7"),
     "metrics_names": ('["node7", "a.example"]', "node7:a.example"),
@@ -245,6 +248,7 @@ def test_the_health_service_may_be_open_to_others_because_it_has_no_secret() -> 
         ("HOST_BUDGT", "1GiB", "PARAMSERVER_SERVE_HOST_BUDGT: .*did you mean PARAMSERVER_SERVE_HOST_BUDGET"),
         ("QUOTAS", "64", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML"),
         ("QUOTAS", "{default = 64", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML.*is not: "),
+        ("REMOTE", "node7:7070", "PARAMSERVER_SERVE_REMOTE: write an inline table of TOML, such as {lenders"),
         ("QUOTAS", "{}\nother = 1", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML"),
         ("QUOTAS", "{default = {sesions = 64}}", "unknown key 'quotas.default.sesions'"),
         ("HEALTH_LISTEN", "7412", "'7412' is not HOST:PORT"),
@@ -281,6 +285,39 @@ def test_a_bad_quota_is_refused_by_its_key(quotas: dict[str, Any], named: str) -
     with pytest.raises(ConfigError) as caught:
         load_config(None, {"state_dir": "/d", "quotas": quotas})
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (
+            {"lend_budget": "2GiB", "host_budget": "1GiB"},
+            "lend_budget: 2147483648 is more than host_budget, 1073741824",
+        ),
+        ({"remote": {"lenders": ["10.0.0.7:7070"]}}, "cross the network in the clear to 10.0.0.7:7070"),
+        ({"remote": {"lenders": ["node7"]}}, "'node7' is not HOST:PORT"),
+        ({"remote": {"lenders": ["127.0.0.1:1"] * 2}}, "an address occurs twice"),
+        ({"remote": {"tls_ca": "/a"}}, "tls_certificate, tls_key: missing"),
+        ({"remote": {"use": "never"}}, "remote.use = 'never'"),
+        ({"remote": {"timeout_seconds": 0}}, "remote.timeout_seconds = 0"),
+        ({"remote": {"lender": []}}, "unknown key 'remote.lender'"),
+    ],
+)
+def test_bad_keys_of_lenders_and_borrowers_are_refused_by_their_names(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"state_dir": "/d", **values})
+    assert named in str(caught.value)
+
+
+def test_the_token_of_a_borrower_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    section = load_config(None, {"state_dir": "/d", "remote": {"token_file": str(path)}}).remote
+    path.write_text("secret\n")
+    assert section.read_token() == "secret" and section.read_tls() is None
+    path.write_text("two words")
+    with pytest.raises(ValueError, match="must hold one token") as caught:
+        section.read_token()
+    assert "two words" not in str(caught.value)
 
 
 def test_a_socket_may_be_at_a_long_path_and_its_name_only_as_long_as_the_kernel_allows_there() -> None:

@@ -32,6 +32,7 @@ from storage.slab import NEVER
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, Region
 from storage.tiers.extents import unused_runs
+from storage.tiers.lender import Lender
 from storage.tiers.nvme import NvmeRegion
 from storage.transform import Kernel, Tile
 from storage.versions import Job
@@ -387,10 +388,15 @@ def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
 
 @asynccontextmanager
 async def opened(
-    state_dir: Path, volatile: Sequence[BackingTier[Any]] = (), /, **changes: Any
+    state_dir: Path,
+    volatile: Sequence[BackingTier[Any]] = (),
+    /,
+    lenders: Sequence[Lender] = (),
+    on_lender: Callable[[str, str], None] = lambda _address, _text: None,
+    **changes: Any,
 ) -> AsyncIterator[Engine]:
     """Open an engine; at the end of the block check that nothing leaked, and close it."""
-    engine = await Engine.open(engine_config(state_dir, **changes), volatile)
+    engine = await Engine.open(engine_config(state_dir, **changes), volatile, lenders, on_lender)
     try:
         base = engine.host.used_bytes
         yield engine
@@ -406,7 +412,7 @@ async def quiesce(engine: Engine) -> None:
         await engine.abandon_pending(job)
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
-    while engine.queue.depth:
+    while engine.queue.depth or engine.queue.sending:
         await asyncio.sleep(0.001)
 
 

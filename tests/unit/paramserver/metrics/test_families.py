@@ -23,6 +23,7 @@ def test_names_are_unique_and_follow_the_rules() -> None:
     figures: list[Any] = [
         *families.TIERS,
         *families.DEVICES,
+        *families.LENDERS,
         *families.DAEMON,
         *families.JOBS,
         *families.SESSIONS,

@@ -29,7 +29,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 OTHERWISE = dict.fromkeys(
     ("Session", "Read", "Write", "DeleteJob", "KeepStep", "ForgetStep", "ListKeptSteps", "BeginCopy", "ReportReplica"),
     Right.TOKEN,
-)
+) | dict.fromkeys(("BorrowMemory", "AccessLoan"), Right.BORROWER)
 
 
 class Context:

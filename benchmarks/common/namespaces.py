@@ -1,0 +1,66 @@
+"""Network namespaces on one switch, whose links can be made slower. They need root, and the commands `ip` and `tc`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+_LINK = "eth0"
+
+
+class NamespaceError(Exception):
+    """Namespaces cannot be made here; the message says why."""
+
+
+@contextmanager
+def switched(hosts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the names of network namespaces with the given IPv4 addresses, all on one switch of their own.
+
+    Raises:
+        NamespaceError: this user may not make them, or a command is missing.
+    """
+    if os.geteuid() != 0:
+        raise NamespaceError("network namespaces need root")
+    with ExitStack() as made:
+        try:
+            names = [f"psb{os.getpid()}-{number}" for number in range(len(hosts) + 1)]
+            for name in names:
+                _run("ip", "netns", "add", name)
+                made.callback(_run, "ip", "netns", "delete", name)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+            center, *ends = names
+            _run("ip", "-n", center, "link", "add", "switch", "type", "bridge")
+            _run("ip", "-n", center, "link", "set", "switch", "up")
+            for number, (name, host) in enumerate(zip(ends, hosts, strict=True)):
+                port = f"port{number}"
+                add = ("link", "add", port, "type", "veth", "peer", "name", _LINK, "netns", name)
+                _run("ip", "-n", center, *add)
+                _run("ip", "-n", center, "link", "set", port, "master", "switch", "up")
+                _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", _LINK)
+                _run("ip", "-n", name, "link", "set", _LINK, "up")
+        except FileNotFoundError as error:
+            raise NamespaceError(f"there is no {error.filename}") from error
+        except subprocess.CalledProcessError as error:
+            raise NamespaceError(f"they are not allowed here: {error.stderr.decode().strip()}") from error
+        yield ends
+
+
+def shape(namespaces: Sequence[str], gigabytes_per_second: float) -> str | None:
+    """Limit what each namespace sends; return None, or why the kernel refuses, so that the links stay as they are."""
+    rate = f"{gigabytes_per_second * 8:g}gbit"
+    for name in namespaces:
+        try:
+            shaping = ("qdisc", "replace", "dev", _LINK, "root", "tbf", "rate", rate)
+            # The burst is what a link of 10 GB/s sends between two ticks of the kernel's slowest clock, 10 ms.
+            _run("ip", "netns", "exec", name, "tc", *shaping, "burst", "16mb", "latency", "50ms")
+        except FileNotFoundError as error:
+            return f"there is no {error.filename}"
+        except subprocess.CalledProcessError as error:
+            return str(error.stderr.decode().strip())
+    return None
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

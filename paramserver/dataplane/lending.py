@@ -1,0 +1,193 @@
+"""The lender's side of BorrowMemory and AccessLoan: a loan lives as long as the stream that has asked for it.
+
+This module owns the ids of loans, by which their borrowers reach them. The memory of a loan (`storage/tiers/lent.py`)
+may be taken back at any time, so this module looks a segment up and copies it without an `await` in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paramserver.contract import chunks
+from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
+from paramserver.dataplane.chunk_budget import ChunkBudget, Transfer
+from paramserver.dataplane.raw_stream import RawContext, next_message, run_transfer, write_message
+from paramserver.errors import UnavailableError
+from paramserver.rpc import convert
+from paramserver.rpc.urgency import Urgency
+from paramserver.security.gate import Context, Gate, certificate_name, check_owner
+from paramserver.security.principals import Principal
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.errors import DataLossError, InvalidRequestError, NotFoundError
+from storage.tiers.lent import LentMemory, Loan
+
+# The time in which a borrower must send its request, or the id of its loan, after it has opened a stream.
+REQUEST_SECONDS = 10.0
+# The token of a loan is checked again after this time, so that a token that was withdrawn ends its loans.
+CHECK_SECONDS = 1.0
+# A borrower has one stream for reads and one for what it keeps.
+MAX_STREAMS_OF_A_LOAN = 2
+# While a chunk is sent it is in memory twice: the daemon's bytes and gRPC's copy.
+_COPIES_SENT = 2
+_KEPT = pb.AccessLoanResponse(kept=pb.AccessLoanResponse.Kept()).SerializeToString()
+_GONE = pb.AccessLoanResponse(gone=pb.AccessLoanResponse.Gone()).SerializeToString()
+
+
+@dataclass(slots=True, eq=False)
+class _Granted:
+    """A loan with its owner and the streams that use it."""
+
+    loan: Loan
+    owner: Principal
+    transfers: set[Transfer] = field(default_factory=set)
+
+
+class Lending:
+    """The handlers of BorrowMemory and AccessLoan."""
+
+    def __init__(self, lent: LentMemory, chunk_budget: ChunkBudget, gate: Gate, check_open: Callable[[], None]) -> None:
+        """Serve the loans of `lent`. `check_open` raises if the daemon is being drained."""
+        self._lent = lent
+        self._chunk_budget = chunk_budget
+        self._gate = gate
+        self._check_open = check_open
+        self._granted: dict[str, _Granted] = {}
+        self._is_stopping = False
+
+    async def borrow(
+        self, requests: AsyncIterator[pb.BorrowMemoryRequest], principal: Principal, context: Context
+    ) -> None:
+        """Serve one loan, from the borrower's request to the end of its stream.
+
+        Raises:
+            StorageError: the loan is refused, or the daemon ends it.
+            RefusedError: the token does not allow it any more.
+        """
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                request = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise InvalidRequestError(f"no request for a loan came for {REQUEST_SECONDS:g} s") from None
+        if request is None or not request.size_bytes:
+            raise InvalidRequestError("size_bytes is 0; say how much memory is to be borrowed")
+        borrower = convert.name(request.borrower, "borrower")
+        if self._is_stopping:
+            raise UnavailableError("the store daemon is shutting down")
+        self._check_open()
+        identity = f"{principal.name} {certificate_name(context)}".strip()
+        loan = self._lent.open(borrower, identity, context.peer(), request.size_bytes)
+        granted, loan_id = _Granted(loan, principal), secrets.token_hex(16)
+        self._granted[loan_id] = granted
+        listening = asyncio.ensure_future(_until_closed(requests))
+        try:
+            await self._keep_open(loan_id, granted, listening, context)
+        finally:
+            listening.cancel()
+            del self._granted[loan_id]
+            loan.end()
+            for transfer in granted.transfers:
+                transfer.end(NotFoundError("the loan has ended; borrow anew"))
+
+    async def _keep_open(
+        self, loan_id: str, granted: _Granted, listening: asyncio.Future[None], context: Context
+    ) -> None:
+        """Tell the borrower the size of its loan, and each change of it, until it closes the stream."""
+        loan, told = granted.loan, -1
+        while not listening.done():
+            if loan.is_ended:
+                raise UnavailableError("the store daemon is shutting down")
+            check_owner(self._gate.principal(context), granted.owner)
+            loan.changed.clear()
+            if told != loan.size_bytes:
+                told = loan.size_bytes
+                await context.write(pb.BorrowMemoryResponse(loan_id=loan_id, size_bytes=told))
+            changed: asyncio.Future[Any] = asyncio.ensure_future(loan.changed.wait())
+            await asyncio.wait([changed, listening], timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+
+    async def access(self, principal: Principal, context: RawContext) -> None:
+        """Serve one stream of a loan, until the borrower closes it or the loan ends.
+
+        Raises:
+            StorageError: a message is malformed or damaged, or the loan has ended.
+        """
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                request = await _next_request(context)
+        except TimeoutError:
+            raise InvalidRequestError(f"the id of a loan did not come for {REQUEST_SECONDS:g} s") from None
+        if not isinstance(request, pb.AccessLoanRequest) or request.WhichOneof("message") != "open":
+            raise InvalidRequestError("the first message of AccessLoan must be open")
+        granted = self._granted.get(request.open.loan_id)
+        if granted is None:
+            raise NotFoundError("the loan is unknown or has ended; borrow anew")
+        check_owner(principal, granted.owner)
+        if len(granted.transfers) >= MAX_STREAMS_OF_A_LOAN:
+            raise InvalidRequestError(f"a loan has at most {MAX_STREAMS_OF_A_LOAN} streams")
+        with self._chunk_budget.open(request.open.loan_id, "", Urgency.PREFETCH) as transfer:
+            granted.transfers.add(transfer)
+            try:
+                # Otherwise gRPC sends the initial metadata with the first answer, and a borrower could not tell whether
+                # the stream is open.
+                await context.send_initial_metadata(())
+                await run_transfer(transfer, self._answer_all(granted.loan, transfer, context))
+            finally:
+                granted.transfers.discard(transfer)
+
+    async def _answer_all(self, loan: Loan, transfer: Transfer, context: RawContext) -> None:
+        while (request := await _next_request(context)) is not None:
+            if isinstance(request, Chunk):
+                await write_message(context, _KEPT if _keep(loan, request) else _GONE)
+                continue
+            match request.WhichOneof("message"):
+                case "read":
+                    await self._send(loan, transfer, request.read, context)
+                case "discard":
+                    loan.discard(request.discard.first_byte, request.discard.size_bytes)
+                    await write_message(context, _KEPT)
+                case _:
+                    raise InvalidRequestError("after the first message of AccessLoan: a chunk, read or discard")
+
+    async def _send(self, loan: Loan, transfer: Transfer, span: pb.AccessLoanRequest.Span, context: RawContext) -> None:
+        """Answer a read. The room for the chunk is reserved before the bytes are copied out of the loan."""
+        if not 0 < span.size_bytes <= MAX_CHUNK_BYTES:
+            raise InvalidRequestError(f"a read of {span.size_bytes} bytes: allowed are 1 to {MAX_CHUNK_BYTES}")
+        nbytes = span.size_bytes * _COPIES_SENT
+        await self._chunk_budget.reserve(transfer, nbytes)
+        data = loan.read(span.first_byte, span.size_bytes)
+        await write_message(context, _GONE if data is None else chunks.encode(span.first_byte, data))
+        transfer.is_proven = True
+        self._chunk_budget.moved(transfer, nbytes)
+
+    def close(self) -> None:
+        """Refuse loans from now on, and end those that there are."""
+        self._is_stopping = True
+        self._lent.close()
+
+
+def _keep(loan: Loan, chunk: Chunk) -> bool:
+    if len(chunk.data) > MAX_CHUNK_BYTES:
+        raise InvalidRequestError(f"a chunk of {len(chunk.data)} bytes: allowed are 1 to {MAX_CHUNK_BYTES}")
+    if not chunk.is_intact:
+        raise DataLossError(f"the bytes for byte {chunk.first_byte} of the loan were damaged on their way")
+    return loan.keep(chunk.first_byte, chunk.data)
+
+
+async def _until_closed(requests: AsyncIterator[pb.BorrowMemoryRequest]) -> None:
+    async for _ in requests:
+        raise InvalidRequestError("after the first message of BorrowMemory there must be none")
+
+
+async def _next_request(context: RawContext) -> pb.AccessLoanRequest | Chunk | None:
+    """Return the borrower's next message, or None if it has closed its side."""
+    message = await next_message(context)
+    if message is None:
+        return None
+    try:
+        return chunks.decode(message, pb.AccessLoanRequest)
+    except chunks.MalformedMessageError as error:
+        raise InvalidRequestError(str(error)) from error

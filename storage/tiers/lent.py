@@ -1,0 +1,238 @@
+"""The host memory that this store lends to other daemons, as loans: byte ranges into which a borrower writes copies.
+
+This module owns the loans and their ranges of the arena. It must never keep a range that the lender's own jobs need:
+the host tier takes lent ranges back before it evicts any copy of its own. It must never show a borrower bytes that the
+borrower did not write, so a range is zeroed when it becomes part of a loan.
+
+A loan is a sparse address space. Its memory is taken in segments when the borrower first writes to them, and only from
+free room. So a loan that is granted and not used takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+
+from storage.errors import BudgetExceededError, InvalidRequestError
+from storage.tiers.arena import ArenaRange
+from storage.tiers.host import HostTier
+
+# The unit in which the arena's memory becomes part of a loan, and in which it is taken back.
+SEGMENT_BYTES = 1 << 20
+# The most loans at once. Each has a stream of its own, and a few hundred bytes.
+MAX_LOANS = 256
+
+_ZEROS = bytes(SEGMENT_BYTES)
+
+
+class Loan:
+    """The memory that one borrower has, from its first request to the end of its stream.
+
+    Attributes:
+        borrower, identity, peer: the borrower's name for people, the identity to which the limit of one borrower
+            applies, and the borrower's address.
+        wanted_bytes: the bytes that the borrower has asked for.
+        size_bytes: the bytes [0, size_bytes) may be kept.
+        changed: set when `size_bytes` has changed, or when the lender ends the loan.
+        is_ended: whether the loan has no memory any more, and gets none.
+        bytes_read, bytes_written, taken_back_bytes: counters, for operators.
+    """
+
+    def __init__(self, memory: LentMemory, borrower: str, identity: str, peer: str, wanted_bytes: int) -> None:
+        self.borrower = borrower
+        self.identity = identity
+        self.peer = peer
+        self.wanted_bytes = wanted_bytes
+        self.size_bytes = 0
+        self.changed = asyncio.Event()
+        self.is_ended = False
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.taken_back_bytes = 0
+        self._memory = memory
+        self._segments: dict[int, ArenaRange] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the arena that the loan has."""
+        return len(self._segments) * SEGMENT_BYTES
+
+    @property
+    def ranges(self) -> Iterable[ArenaRange]:
+        """The ranges of the arena that the loan has."""
+        return self._segments.values()
+
+    def keep(self, first_byte: int, data: memoryview) -> bool:
+        """Copy bytes into the loan, and return whether there was room. Without room nothing is changed.
+
+        Raises:
+            InvalidRequestError: the bytes leave the address space that the borrower has asked for.
+        """
+        self._check(first_byte, len(data))
+        parts = list(_parts(first_byte, len(data)))
+        if first_byte + len(data) > self.size_bytes or not all(self._memory.provide(self, part[0]) for part in parts):
+            return False
+        for segment, offset, start, end in parts:
+            self._view(segment)[offset : offset + end - start] = data[start:end]
+        self.bytes_written += len(data)
+        return True
+
+    def read(self, first_byte: int, nbytes: int) -> memoryview | bytes | None:
+        """Return bytes of the loan, which the caller copies before its next `await`; None if they are not there.
+
+        Raises:
+            InvalidRequestError: the bytes leave the address space that the borrower has asked for.
+        """
+        self._check(first_byte, nbytes)
+        parts = list(_parts(first_byte, nbytes))
+        if not all(segment in self._segments for segment, *_ in parts):
+            return None
+        self.bytes_read += nbytes
+        views = [self._view(segment)[offset : offset + end - start] for segment, offset, start, end in parts]
+        return views[0] if len(views) == 1 else b"".join(views)
+
+    def discard(self, first_byte: int, nbytes: int) -> None:
+        """Free the segments that lie within the given bytes, which the borrower needs no more."""
+        first, end = -(-first_byte // SEGMENT_BYTES), (first_byte + nbytes) // SEGMENT_BYTES
+        for segment in [segment for segment in self._segments if first <= segment < end]:
+            self._memory.release(self, segment)
+
+    def end(self) -> None:
+        """Free the memory of the loan, and forget it. A repeated call has no effect."""
+        self._memory.end(self)
+
+    def _view(self, segment: int) -> memoryview:
+        return self._memory.host.view(self._segments[segment])
+
+    def _check(self, first_byte: int, nbytes: int) -> None:
+        if not 0 < nbytes <= SEGMENT_BYTES or first_byte + nbytes > self.wanted_bytes:
+            raise InvalidRequestError(
+                f"bytes [{first_byte}, {first_byte + nbytes}) of a loan of {self.wanted_bytes} bytes: allowed are 1 to "
+                f"{SEGMENT_BYTES} bytes within it"
+            )
+
+
+class LentMemory:
+    """All loans of a store, within one budget."""
+
+    def __init__(self, host: HostTier, budget_bytes: int = 0, per_borrower_bytes: int | None = None) -> None:
+        """Lend up to `budget_bytes` of the free room of `host`.
+
+        Args:
+            per_borrower_bytes: the most bytes of all loans of one identity together; None: no limit but the budget.
+        """
+        self.host = host
+        self.budget_bytes = budget_bytes
+        self._per_borrower_bytes = per_borrower_bytes
+        self._loans: list[Loan] = []
+        # The segments in the order in which they were taken from the arena. The newest is taken back first: segments
+        # are taken from the top of the arena downwards, so this one lies next to the free room below.
+        self._taken: dict[tuple[Loan, int], None] = {}
+        host.take_back_first(self._take_back)
+
+    @property
+    def loans(self) -> Sequence[Loan]:
+        """The loans, oldest first."""
+        return tuple(self._loans)
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the arena that all loans have."""
+        return len(self._taken) * SEGMENT_BYTES
+
+    @property
+    def ranges(self) -> Iterator[ArenaRange]:
+        """The ranges of the arena that all loans have."""
+        return (range_ for loan in self._loans for range_ in loan.ranges)
+
+    def open(self, borrower: str, identity: str, peer: str, wanted_bytes: int) -> Loan:
+        """Return a new loan, of as many bytes as the budget and the limit of one borrower allow.
+
+        Raises:
+            BudgetExceededError: nothing may be lent, or there are too many loans.
+        """
+        if not self.budget_bytes:
+            raise BudgetExceededError("this daemon lends no memory: its lend_budget is 0; set lend_budget there")
+        if len(self._loans) >= MAX_LOANS:
+            raise BudgetExceededError(f"this daemon has {MAX_LOANS} loans, the most that it gives at once")
+        loan = Loan(self, borrower, identity, peer, wanted_bytes)
+        self._loans.append(loan)
+        self._set_sizes()
+        return loan
+
+    def resize(self, budget_bytes: int, per_borrower_bytes: int | None) -> None:
+        """Lend within other limits from now on. What exceeds them is taken back at once."""
+        self.budget_bytes, self._per_borrower_bytes = budget_bytes, per_borrower_bytes
+        self._set_sizes()
+        for loan in self._loans:
+            for segment in [one for one in loan._segments if (one + 1) * SEGMENT_BYTES > loan.size_bytes]:
+                loan.taken_back_bytes += SEGMENT_BYTES
+                self.release(loan, segment)
+        while self.used_bytes > budget_bytes and (range_ := self._take_back()) is not None:
+            self.host.free(range_)
+
+    def provide(self, loan: Loan, segment: int) -> bool:
+        """Return whether a loan has the memory of a segment, which is taken from free room if it is not there yet."""
+        if segment in loan._segments:
+            return True
+        mine = sum(other.used_bytes for other in self._loans if other.identity == loan.identity)
+        limit = self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
+        if loan.is_ended or mine + SEGMENT_BYTES > limit or self.used_bytes + SEGMENT_BYTES > self.budget_bytes:
+            return False
+        range_ = self.host.allocate_free(SEGMENT_BYTES)
+        if range_ is None:
+            return False
+        self.host.view(range_)[:] = _ZEROS
+        loan._segments[segment] = range_
+        self._taken[loan, segment] = None
+        return True
+
+    def release(self, loan: Loan, segment: int) -> None:
+        """Free the memory of a segment."""
+        del self._taken[loan, segment]
+        self.host.free(loan._segments.pop(segment))
+
+    def end(self, loan: Loan) -> None:
+        """Free the memory of a loan, and forget it. A repeated call has no effect."""
+        if loan.is_ended:
+            return
+        loan.is_ended = True
+        loan.size_bytes = 0
+        self._loans.remove(loan)
+        for segment in list(loan._segments):
+            self.release(loan, segment)
+        loan.changed.set()
+
+    def close(self) -> None:
+        """End all loans."""
+        for loan in self.loans:
+            self.end(loan)
+
+    def _take_back(self) -> ArenaRange | None:
+        """Take a segment away from a loan, and return its range, which the caller frees; None if nothing is lent."""
+        if not self._taken:
+            return None
+        (loan, segment), _ = self._taken.popitem()
+        loan.taken_back_bytes += SEGMENT_BYTES
+        return loan._segments.pop(segment)
+
+    def _set_sizes(self) -> None:
+        limit = self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
+        for loan in self._loans:
+            size = min(loan.wanted_bytes, limit, self.budget_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
+            if size != loan.size_bytes:
+                loan.size_bytes = size
+                loan.changed.set()
+
+
+def _parts(first_byte: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut bytes at the borders of segments; yield for each part its segment, its offset there, its start and its end.
+
+    Start and end count from `first_byte`.
+    """
+    done = 0
+    while done < nbytes:
+        segment, offset = divmod(first_byte + done, SEGMENT_BYTES)
+        length = min(SEGMENT_BYTES - offset, nbytes - done)
+        yield segment, offset, done, done + length
+        done += length

@@ -1,0 +1,146 @@
+"""The directory of one loan: which bytes of which versions lie where in the memory of one lender.
+
+This module owns the accounts of the borrower. It must never touch a byte, nor call a lender.
+
+[Note: one room for the versions of a slab] An update writes the new version of a slab into the room of the old one,
+tile by tile, right after it has read the same tile of the old version. So a slab takes its size once, although two of
+its versions are alive until the step is committed. Each checksum block of the room has an owner: the version whose
+bytes it has. What a version does not own any more is read from NVMe, for example after a roll-back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from storage.integrity import BLOCK_BYTES
+from storage.tiers.contract import Region
+from storage.tiers.free_runs import FreeRuns
+from storage.tiers.giving_way import giving_way
+
+# Owners are numbered from 1 to this, and then from 1 again. A block without an owner has 0.
+_MOST_OWNERS = 255
+
+
+@dataclass(slots=True, eq=False)
+class RemoteCopy:
+    """The room of a slab in a loan.
+
+    Attributes:
+        offset, room_bytes: where the room is.
+        next_use: the trace position at which the bytes are needed next.
+        newest: the number of the version that was begun last.
+        is_dropped: whether the room may be another slab's by now.
+    """
+
+    offset: int
+    room_bytes: int
+    next_use: float
+    newest: int = 0
+    is_dropped: bool = False
+    _number_of: dict[Region, int] = field(default_factory=dict)
+    _owners: bytearray = field(default_factory=bytearray)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The versions that may own blocks."""
+        return tuple(self._number_of)
+
+    def begin(self, region: Region) -> None:
+        """Begin a version, which owns no block yet."""
+        self.newest = self.newest % _MOST_OWNERS + 1
+        self._number_of[region] = self.newest
+
+    def is_newest(self, region: Region) -> bool:
+        """Return whether a version is the one that was begun last, and so the only one whose bytes may be sent."""
+        return self._number_of.get(region) == self.newest
+
+    def forget(self, region: Region) -> None:
+        """Take all blocks away from a version."""
+        number = self._number_of.pop(region, None)
+        if number is not None:
+            self._owners = self._owners.replace(bytes((number,)), b"\0")
+
+    def owns(self, region: Region, offset: int, nbytes: int) -> bool:
+        """Return whether a version owns all blocks that have its bytes [offset, offset + nbytes)."""
+        number = self._number_of.get(region)
+        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        return number is not None and self._owners.count(number, first, end) == end - first
+
+    def take(self, offset: int, nbytes: int) -> None:
+        """Take whole blocks away from all versions, because other bytes are about to be written there."""
+        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        self._owners[first:end] = bytes(end - first)
+
+    def give(self, number: int, offset: int, nbytes: int) -> None:
+        """Give whole blocks to the version of a number, unless another one has been begun since."""
+        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        if number == self.newest:
+            self._owners[first:end] = bytes((number,)) * (end - first)
+
+
+class LoanDirectory:
+    """The rooms in one loan.
+
+    Attributes:
+        size_bytes: the size of the loan.
+        used_bytes: the bytes of all rooms.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.used_bytes = 0
+        self._free = FreeRuns()
+        self._copies: dict[RemoteCopy, None] = {}
+
+    @property
+    def copies(self) -> tuple[RemoteCopy, ...]:
+        """The rooms."""
+        return tuple(self._copies)
+
+    def resize(self, size_bytes: int) -> list[RemoteCopy]:
+        """Set the size of the loan, and drop and return the copies beyond it."""
+        dropped = [copy for copy in self._copies if copy.offset + copy.room_bytes > size_bytes]
+        for copy in dropped:
+            self.drop(copy)
+        self.size_bytes = size_bytes
+        self._free = FreeRuns()
+        free_from = 0
+        for copy in sorted(self._copies, key=lambda copy: copy.offset):
+            if free_from < copy.offset:
+                self._free.add(free_from, copy.offset)
+            free_from = copy.offset + copy.room_bytes
+        if free_from < size_bytes:
+            self._free.add(free_from, size_bytes)
+        return dropped
+
+    def place(self, nbytes: int, next_use: float) -> tuple[RemoteCopy | None, list[RemoteCopy]]:
+        """Return a new room, or None if there is none, and the copies that were dropped for it.
+
+        Only copies whose next use is farther away give way. Copies without a next use, such as optimizer states, which
+        each update needs once, do not give way to each other: the same ones stay, so each step finds them.
+        """
+        if not nbytes:
+            return None, []
+        dropped: list[RemoteCopy] = []
+        index = self._free.lowest_fit(nbytes)
+        if index is None and nbytes <= self.size_bytes:
+            later = [copy for copy in self._copies if copy.next_use > next_use]
+            later.sort(key=lambda copy: copy.next_use, reverse=True)
+            dropped = list(giving_way(self._free, nbytes, later))
+            for copy in dropped:
+                self.drop(copy)
+            index = self._free.lowest_fit(nbytes)
+        if index is None:
+            return None, dropped
+        copy = RemoteCopy(self._free.cut(index, nbytes), nbytes, next_use)
+        copy._owners = bytearray(-(-nbytes // BLOCK_BYTES))
+        self._copies[copy] = None
+        self.used_bytes += nbytes
+        return copy, dropped
+
+    def drop(self, copy: RemoteCopy) -> None:
+        """Forget a copy, and free its room."""
+        copy.is_dropped = True
+        del self._copies[copy]
+        self.used_bytes -= copy.room_bytes
+        self._free.add(copy.offset, copy.offset + copy.room_bytes)

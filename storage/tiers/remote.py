@@ -1,0 +1,477 @@
+"""The remote tier: clean copies of versions on NVMe, in host memory that other daemons lend.
+
+This module owns the loans that this store has taken, and decides which reads go to a lender. It must never be the only
+place of any byte: every copy is of a version whose region on NVMe is complete or is being written at the same time. A
+lender may take its memory back, answer wrongly, or die at any moment; the bytes then come from NVMe.
+
+[Note: when a lender is used] A lender is on trial until both speeds are known: that of reads from it and that of reads
+from NVMe, each as bytes over the time in which at least one read was under way, of the last RATE_BYTES. Afterwards it
+is used while it is the faster one. Every PROBE_EVERY-th read goes to NVMe all the same, so that this figure stays
+fresh. A lender that is slower gets nothing more, and is tried again after `retry_seconds`.
+
+[Note: a push waits little] An update writes a tile to NVMe and sends it to the lender at the same time. If NVMe is done
+first, the update waits for the rest of the push only as long as the next read of these bytes will save (`patience`).
+Blocks that were not sent by then are read from NVMe in the next step, beside those that are read from the lender. So a
+lender that hangs holds up no update, and both links are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from storage.errors import DamagedBlockError
+from storage.shard import TierName
+from storage.tiers.base import TierCounters
+from storage.tiers.contract import Move, Region
+from storage.tiers.lender import SPAN_BYTES, BorrowedMemory, Lender, LenderError
+from storage.tiers.loan_directory import RemoteCopy
+from storage.tiers.source import MOST_SPANS_SENT, LenderInfo, LenderState, Rate, Source
+
+log = logging.getLogger(__name__)
+
+PROBE_EVERY = 64
+# The bytes for which a read may take `timeout_seconds`. A read behind many others may take as many times as long.
+TIMEOUT_BYTES = 16 << 20
+
+Shared = tuple[Move[Region], Source, RemoteCopy]
+
+
+class RemoteTier:
+    """The copies in the memory of all lenders. It fulfils `Tier` in contract.py."""
+
+    name = TierName.REMOTE
+    # A lender that is away degrades nothing: `lenders` shows it.
+    problems: Sequence[str] = ()
+
+    def __init__(
+        self,
+        lenders: Iterable[Lender],
+        nvme: TierCounters,
+        *,
+        budget_bytes: int,
+        timeout_seconds: float = 2.0,
+        retry_seconds: float = 10.0,
+        is_always_used: bool = False,
+        on_event: Callable[[str, str], None] = lambda _address, _text: None,
+    ) -> None:
+        """Prepare to borrow. `start` begins it.
+
+        Args:
+            lenders: the daemons that may lend.
+            nvme: the counters of the durable tier, for the comparison of speeds.
+            budget_bytes: the most bytes that are borrowed of all lenders together.
+            timeout_seconds: the time in which a lender must answer; see TIMEOUT_BYTES.
+            retry_seconds: for how long a lender is left alone that was lost, is full, or is slower than NVMe.
+            is_always_used: whether lenders are used even if they are slower than NVMe.
+            on_event: called with the address of a lender and a sentence about it when it is lost or there again.
+        """
+        self.budget_bytes = budget_bytes
+        self.counters = TierCounters()
+        self._sources = [Source(lender) for lender in lenders]
+        self._nvme = nvme
+        self._nvme_rate = Rate()
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._is_always_used = is_always_used
+        self._on_event = on_event
+        self._where: dict[Region, tuple[Source, RemoteCopy]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reads = 0
+
+    # --- what operators see
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all copies."""
+        return sum(source.directory.used_bytes for source in self._sources)
+
+    @property
+    def queue_depth(self) -> int:
+        """The number of lenders with reads under way."""
+        return sum(source.asked_bytes > 0 for source in self._sources)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """The measured bytes per second of the lenders that are used."""
+        return sum(source.rate.bytes_per_second or 0.0 for source in self._sources if source.is_used) or None
+
+    @property
+    def detail(self) -> str:
+        """The lenders."""
+        return "; ".join(f"{source.lender.address} ({source.state})" for source in self._sources)
+
+    @property
+    def lenders(self) -> list[LenderInfo]:
+        """The figures of each lender."""
+        return [
+            LenderInfo(
+                address=source.lender.address,
+                state=source.state,
+                problem=source.problem,
+                size_bytes=source.directory.size_bytes,
+                used_bytes=source.directory.used_bytes,
+                hits=source.hits,
+                misses=source.misses,
+                wrong_blocks=source.wrong_blocks,
+                timeouts=source.timeouts,
+                losses=source.losses,
+                bytes_per_second=source.rate.bytes_per_second or 0.0,
+                nvme_bytes_per_second=self._nvme_rate.bytes_per_second or 0.0,
+            )
+            for source in self._sources
+        ]
+
+    # --- loans
+
+    def start(self) -> None:
+        """Begin to borrow, in the background. A lender that is away is tried again and again."""
+        self._tasks = [asyncio.ensure_future(self._borrow(source)) for source in self._sources]
+
+    async def close(self) -> None:
+        """End all loans."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for source in self._sources:
+            self._end(source, "this daemon stops")
+            await source.lender.close()
+
+    async def _borrow(self, source: Source) -> None:
+        while True:
+            reason = await self._hold_loan(source)
+            source.problem = reason
+            if source.told != reason:
+                source.told = reason
+                log.warning("lender %s: %s", source.lender.address, reason)
+                self._on_event(source.lender.address, f"no memory of this lender is used: {reason}")
+            await asyncio.sleep(self._retry_seconds)
+
+    async def _hold_loan(self, source: Source) -> str:
+        """Take a loan, and return why it has ended, or why there is none."""
+        others = sum(other.directory.size_bytes for other in self._sources if other is not source)
+        if others >= self.budget_bytes:
+            return f"remote.budget {self.budget_bytes} is borrowed of other lenders"
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        source.ended = ended
+        on_size = partial(self._resize, source)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                memory = await source.lender.borrow(self.budget_bytes - others, on_size, partial(_settle, ended))
+        except (LenderError, TimeoutError) as error:
+            self._end(source, "")
+            return str(error) or f"no answer for {self._timeout_seconds:g} s"
+        source.memory, source.problem, source.told, source.full_until = memory, "", "", 0.0
+        source.room_to_send = asyncio.Semaphore(MOST_SPANS_SENT)
+        source.state = LenderState.IN_USE if self._is_always_used else LenderState.TRIAL
+        source.rate.reset()
+        log.info("lender %s lends %d bytes", source.lender.address, source.directory.size_bytes)
+        self._on_event(source.lender.address, f"this lender lends {source.directory.size_bytes} bytes")
+        try:
+            reason = await ended
+        finally:
+            self._end(source, "")
+        source.losses += 1
+        return reason
+
+    def _resize(self, source: Source, size_bytes: int) -> None:
+        """Use so many bytes of a lender, as far as the budget allows: two may have granted all of it at once."""
+        others = sum(other.directory.size_bytes for other in self._sources if other is not source)
+        for copy in source.directory.resize(max(0, min(size_bytes, self.budget_bytes - others))):
+            self._forget(copy)
+
+    def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
+        """End a loan because a call of it has failed. Other calls of the same loan fail at once, too."""
+        if source.memory is memory and source.ended is not None:
+            _settle(source.ended, reason)
+            self._end(source, reason)
+
+    def _end(self, source: Source, reason: str) -> None:
+        """Forget all copies of a lender, and close its loan."""
+        memory, source.memory = source.memory, None
+        source.state = LenderState.AWAY
+        source.problem = reason or source.problem
+        self._resize(source, 0)
+        if memory is not None:
+            memory.close()
+
+    # --- copies
+
+    def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
+        """Make room for a version that is about to be written or was read; return whether there is room.
+
+        Args:
+            region: the region of the version on NVMe.
+            instead_of: the version that the same slab has until then, whose room the new one takes over.
+            next_use: the trace position at which the bytes are needed next.
+        """
+        if region in self._where:
+            return True
+        found = None if instead_of is None else self._where.get(instead_of)
+        if found is not None and found[0].is_used and found[1].room_bytes == region.nbytes:
+            source, copy = found
+            copy.next_use = next_use
+            for other in copy.regions:
+                if other is not instead_of:
+                    self.forget(other)
+        else:
+            placed = self._place(region.nbytes, next_use)
+            if placed is None:
+                return False
+            source, copy = placed
+        copy.begin(region)
+        self._where[region] = source, copy
+        return True
+
+    def _place(self, nbytes: int, next_use: float) -> tuple[Source, RemoteCopy] | None:
+        now = asyncio.get_running_loop().time()
+        sources = [source for source in self._sources if source.is_used and source.full_until <= now]
+        sources.sort(key=lambda source: source.directory.used_bytes - source.directory.size_bytes)
+        for source in sources:
+            copy, dropped = source.directory.place(nbytes, next_use)
+            for other in dropped:
+                self.counters.demotions += 1
+                self._forget(other)
+            if copy is not None:
+                self.counters.moved_bytes += nbytes
+                return source, copy
+        return None
+
+    def forget(self, region: Region) -> None:
+        """Take note that a version is of no use any more, because its region was freed."""
+        found = self._where.pop(region, None)
+        if found is None:
+            return
+        source, copy = found
+        copy.forget(region)
+        if not copy.regions:
+            self._drop(source, copy)
+
+    def _drop(self, source: Source, copy: RemoteCopy) -> None:
+        """Give up a copy. If the lender has no other one, it gets its memory back."""
+        if copy.is_dropped:
+            return
+        source.directory.drop(copy)
+        self._forget(copy)
+        if not source.directory.used_bytes and source.memory is not None and source.directory.size_bytes:
+            source.memory.discard(0, source.directory.size_bytes)
+
+    def _forget(self, copy: RemoteCopy) -> None:
+        """Take note that a copy has been dropped from its directory."""
+        self.counters.moved_bytes += copy.room_bytes
+        for region in copy.regions:
+            self._where.pop(region, None)
+            copy.forget(region)
+
+    def has(self, region: Region) -> bool:
+        """Return whether a lender has all bytes of a version."""
+        found = self._where.get(region)
+        return found is not None and found[1].owns(region, 0, region.nbytes)
+
+    # --- reads
+
+    def split(self, moves: Sequence[Move[Region]]) -> tuple[Sequence[Move[Region]], Sequence[Shared]]:
+        """Return the moves that have to be made elsewhere, and those that `read` can make."""
+        if not self._where:
+            return moves, ()
+        self._nvme_rate.sample(self._nvme.bytes_read, self._nvme.reading.elapsed)
+        elsewhere: list[Move[Region]] = []
+        shared: list[Shared] = []
+        for move in moves:
+            found = self._where.get(move.region)
+            self._reads += 1
+            is_probe = not self._is_always_used and self._reads % PROBE_EVERY == 0
+            if found is None or is_probe or not found[1].owns(move.region, move.offset, len(move.buffer)):
+                self.counters.misses += not is_probe
+                elsewhere.append(move)
+            else:
+                shared.append((move, *found))
+        return elsewhere, shared
+
+    async def read(self, shared: Sequence[Shared], *, verified: bool) -> list[Move[Region]]:
+        """Fill the buffers from the lenders, and return the moves that must be made elsewhere after all.
+
+        The caller holds the regions. Without `verified` the caller verifies the bytes itself.
+        """
+        sources = dict.fromkeys(source for _, source, _ in shared)
+        parts = [[one for one in shared if one[1] is source] for source in sources]
+        read = [self._read_from(source, part) for source, part in zip(sources, parts, strict=True)]
+        filled = [one for part in await asyncio.gather(*read) for one in part]
+        if verified:
+            right = await asyncio.to_thread(lambda: [_is_right(move) for move, _, _ in filled])
+            for one, is_right in zip(filled, right, strict=True):
+                if not is_right:
+                    self._note_wrong(*one)
+            filled = [one for one, is_right in zip(filled, right, strict=True) if is_right]
+        # The moves are compared by identity, because equality would compare the bytes.
+        done = {id(move) for move, _, _ in filled}
+        return [move for move, _, _ in shared if id(move) not in done]
+
+    async def _read_from(self, source: Source, part: Sequence[Shared]) -> list[Shared]:
+        """Read from one lender, and return what it has filled."""
+        memory = source.memory
+        if memory is None:
+            return []
+        spans = [span for move, _, copy in part for span in _spans(copy, move)]
+        nbytes = sum(len(move.buffer) for move, _, _ in part)
+        source.asked_bytes += nbytes
+        seconds = self._timeout_seconds * -(-source.asked_bytes // TIMEOUT_BYTES)
+        try:
+            with source.reading, self.counters.reading:
+                async with asyncio.timeout(seconds):
+                    found = iter(await memory.read([(address, buffer) for address, _, buffer in spans]))
+        except TimeoutError:
+            self._time_out(source, memory, f"a read of {nbytes} bytes was not answered within {seconds:g} s")
+            return []
+        except LenderError as error:
+            self._lose(source, memory, str(error))
+            return []
+        finally:
+            source.asked_bytes -= nbytes
+        filled = []
+        for move, _, copy in part:
+            answers = list(itertools.islice(found, sum(1 for _ in _spans(copy, move))))
+            if all(answers):
+                source.hits += 1
+                self.counters.hits += 1
+                source.bytes_read += len(move.buffer)
+                self.counters.bytes_read += len(move.buffer)
+                filled.append((move, source, copy))
+            else:
+                source.misses += 1
+                self.counters.misses += 1
+                self._drop(source, copy)
+        self._judge(source)
+        return filled
+
+    def _note_wrong(self, move: Move[Region], source: Source, copy: RemoteCopy) -> None:
+        """Take note of bytes that do not have their checksum, unless they were overwritten meanwhile."""
+        if not copy.owns(move.region, move.offset, len(move.buffer)):
+            return
+        source.wrong_blocks += 1
+        if source.wrong_blocks == 1:
+            text = f"the lender has returned wrong bytes of {move.region.label}, which were read from nvme instead"
+            log.error("lender %s: %s", source.lender.address, text)
+            self._on_event(source.lender.address, text.replace("\n", ", layout "))
+        self._drop(source, copy)
+
+    def _judge(self, source: Source) -> None:
+        """Compare the speeds, and give up a lender that is slower than NVMe, for some time."""
+        source.rate.sample(source.bytes_read, source.reading.elapsed)
+        ours, nvme = source.rate.bytes_per_second, self._nvme_rate.bytes_per_second
+        if self._is_always_used or ours is None or nvme is None or not source.is_used:
+            return
+        if ours >= nvme:
+            source.state = LenderState.IN_USE
+            return
+        source.state = LenderState.SLOWER
+        log.info("lender %s: %.3g MB/s, nvme: %.3g MB/s", source.lender.address, ours / 1e6, nvme / 1e6)
+        for copy in source.directory.copies:
+            self._drop(source, copy)
+        asyncio.get_running_loop().call_later(self._retry_seconds, self._try_again, source, source.memory)
+
+    def _try_again(self, source: Source, memory: BorrowedMemory | None) -> None:
+        if source.memory is memory and source.state is LenderState.SLOWER:
+            source.state = LenderState.TRIAL
+            source.rate.reset()
+
+    # --- pushes
+
+    async def push(self, moves: Sequence[Move[Region]]) -> None:
+        """Send the bytes of those moves for whose versions `begin` made room. Cancelling it is safe at any time.
+
+        The buffers are not touched any more when this has ended.
+        """
+        for move in moves:
+            found = self._where.get(move.region)
+            if found is None:
+                continue
+            source, copy = found
+            if not copy.is_newest(move.region):
+                continue
+            number = copy.newest
+            # Without the bytes of the old version from here on, nothing that is in the room is of use.
+            copy.take(move.offset, len(move.buffer))
+            for address, offset, piece in _spans(copy, move):
+                room_to_send = source.room_to_send
+                await room_to_send.acquire()
+                # During the wait the room may have passed to another slab, or to a newer version of this one.
+                if copy.is_dropped or copy.newest != number or (memory := source.memory) is None:
+                    room_to_send.release()
+                    break
+                self._send(source, memory, copy, number, address, offset, piece, room_to_send)
+
+    def _send(
+        self,
+        source: Source,
+        memory: BorrowedMemory,
+        copy: RemoteCopy,
+        number: int,
+        address: int,
+        offset: int,
+        piece: memoryview,
+        room_to_send: asyncio.Semaphore,
+    ) -> None:
+        nbytes = len(piece)
+        self.counters.writing.start()
+        sent = memory.keep(address, piece)
+        lost = f"{nbytes} bytes were not taken within {self._timeout_seconds:g} s"
+        alarm = asyncio.get_running_loop().call_later(self._timeout_seconds, self._time_out, source, memory, lost)
+
+        def end(sent: asyncio.Future[bool]) -> None:
+            alarm.cancel()
+            self.counters.writing.stop()
+            room_to_send.release()
+            if sent.cancelled() or sent.exception() is not None:
+                self._lose(source, memory, "the loan has ended" if sent.cancelled() else str(sent.exception()))
+            elif sent.result():
+                self.counters.bytes_written += nbytes
+                if not copy.is_dropped:
+                    copy.give(number, offset, nbytes)
+            elif source.memory is memory:
+                source.full_until = asyncio.get_running_loop().time() + self._retry_seconds
+                self._drop(source, copy)
+
+        sent.add_done_callback(end)
+
+    def _time_out(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
+        if source.memory is memory:
+            source.timeouts += 1
+            self._lose(source, memory, reason)
+
+    def patience(self, moves: Sequence[Move[Region]]) -> float:
+        """Return for how many seconds an update may wait for a push behind its write to NVMe."""
+        if self._is_always_used:
+            return self._timeout_seconds
+        sources = {found[0] for move in moves if (found := self._where.get(move.region)) is not None}
+        nvme = self._nvme_rate.bytes_per_second
+        ours = min((source.rate.bytes_per_second or 0.0 for source in sources), default=0.0)
+        nbytes = sum(len(move.buffer) for move in moves)
+        if not sources:
+            return 0.0
+        if nvme is None or not ours:
+            # On trial, the speeds are to be found out.
+            return self._timeout_seconds
+        return max(0.0, nbytes / nvme - nbytes / ours)
+
+
+def _spans(copy: RemoteCopy, move: Move[Region]) -> Iterator[tuple[int, int, memoryview]]:
+    """Cut a move into spans; yield for each its address in the loan, its offset in the version, and its buffer."""
+    for start in range(0, len(move.buffer), SPAN_BYTES):
+        yield copy.offset + move.offset + start, move.offset + start, move.buffer[start : start + SPAN_BYTES]
+
+
+def _is_right(move: Move[Region]) -> bool:
+    with contextlib.suppress(DamagedBlockError):
+        move.region.verify(move.offset, move.buffer)
+        return True
+    return False
+
+
+def _settle(ended: asyncio.Future[str], reason: str) -> None:
+    if not ended.done():
+        ended.set_result(reason)

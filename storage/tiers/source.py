@@ -1,0 +1,128 @@
+"""What the remote tier knows of one lender: its loan, how it is used, its measured speed, and what it has done.
+
+This module owns nothing but these records. It must never call a lender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass, field
+
+from storage.tiers.base import BusyClock
+from storage.tiers.lender import BorrowedMemory, Lender
+from storage.tiers.loan_directory import LoanDirectory
+
+# The bytes of the last reads from which a speed is computed, and the fewest bytes that make a figure.
+RATE_BYTES = 256 << 20
+LEAST_RATE_BYTES = 8 << 20
+# The most spans that are on their way to one lender and not acknowledged yet: enough for 1 GB/s at 8 ms.
+MOST_SPANS_SENT = 8
+
+
+class LenderState(enum.StrEnum):
+    """How the remote tier uses a lender."""
+
+    AWAY = "away"
+    """There is no loan."""
+
+    TRIAL = "on trial"
+    """The lender is used, and the speeds are not known yet."""
+
+    IN_USE = "in use"
+    """The lender is used, and is faster than NVMe, or is used in any case."""
+
+    SLOWER = "slower than nvme"
+    """There is a loan that is not used."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """A moving figure of bytes per second, from two counters that only grow."""
+
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _last_bytes: int = 0
+    _last_seconds: float = 0.0
+
+    def sample(self, total_bytes: int, total_seconds: float) -> None:
+        """Take note of what the counters are now."""
+        self._bytes += total_bytes - self._last_bytes
+        self._seconds += total_seconds - self._last_seconds
+        self._last_bytes, self._last_seconds = total_bytes, total_seconds
+        if self._bytes > RATE_BYTES:
+            self._seconds *= RATE_BYTES / self._bytes
+            self._bytes = RATE_BYTES
+
+    def reset(self) -> None:
+        """Forget the figure; the counters go on."""
+        self._bytes = self._seconds = 0.0
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The figure; None until enough bytes have passed."""
+        return self._bytes / self._seconds if self._bytes >= LEAST_RATE_BYTES and self._seconds else None
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One lender, and the loan that this store has there now, if there is one.
+
+    Attributes:
+        lender: the lender.
+        state: how it is used.
+        problem: why it is away; empty if it is not.
+        told: the problem that was logged last, so that it is logged once.
+        memory: the loan's memory; None while there is no loan.
+        directory: what lies where in it.
+        ended: set to the reason when the loan has ended.
+        room_to_send: bounds the spans that are on their way.
+        rate: the speed of reads, from the two attributes that follow.
+        reading: runs while a read is under way.
+        bytes_read: the bytes of all reads.
+        asked_bytes: the bytes of reads under way.
+        full_until: the time of the loop before which no new copy is placed, because the lender had no room.
+        hits, misses, wrong_blocks, timeouts, losses: see `TierInfo.Lender` in the proto.
+    """
+
+    lender: Lender
+    state: LenderState = LenderState.AWAY
+    problem: str = "not connected yet"
+    told: str = ""
+    memory: BorrowedMemory | None = None
+    directory: LoanDirectory = field(default_factory=LoanDirectory)
+    ended: asyncio.Future[str] | None = None
+    room_to_send: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_SPANS_SENT))
+    rate: Rate = field(default_factory=Rate)
+    reading: BusyClock = field(default_factory=BusyClock)
+    bytes_read: int = 0
+    asked_bytes: int = 0
+    full_until: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    wrong_blocks: int = 0
+    timeouts: int = 0
+    losses: int = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether bytes are read from the lender and sent to it."""
+        return self.memory is not None and self.state in (LenderState.TRIAL, LenderState.IN_USE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderInfo:
+    """The figures of one lender, for operators; see `TierInfo.Lender` in the proto."""
+
+    address: str
+    state: LenderState
+    problem: str
+    size_bytes: int
+    used_bytes: int
+    hits: int
+    misses: int
+    wrong_blocks: int
+    timeouts: int
+    losses: int
+    bytes_per_second: float
+    nvme_bytes_per_second: float

@@ -1,0 +1,93 @@
+"""Host memory that is lent: within its limits, never at the cost of the lender's own jobs, and without old bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.accounts import Holder
+from storage.engine import Engine
+from storage.errors import BudgetExceededError, InvalidRequestError
+from storage.shard import Kind
+from storage.slab import NEVER
+from storage.tiers.lent import MAX_LOANS, SEGMENT_BYTES, Loan
+from tests.unit.storage.builders import MIB, Layout, Training, opened
+
+DATA = memoryview(bytes(range(256)) * (SEGMENT_BYTES // 256))
+
+
+def loan_of(engine: Engine, nbytes: int, identity: str = "token") -> Loan:
+    return engine.lent.open("borrower", identity, "peer", nbytes)
+
+
+async def test_what_is_kept_is_read_and_nothing_else_is_shown(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 * MIB, lend_bytes=8 * MIB) as engine:
+        before = engine.host.allocate_free(SEGMENT_BYTES)
+        assert before is not None
+        engine.host.view(before)[:] = DATA
+        engine.host.free(before)
+        loan = loan_of(engine, 4 * MIB)
+        assert loan.used_bytes == 0 and loan.read(0, 4096) is None
+        # These bytes lie in two segments, which another user of the arena had before.
+        start = SEGMENT_BYTES - 4096
+        assert loan.keep(start, DATA[:8192])
+        assert loan.used_bytes == 2 * SEGMENT_BYTES
+        assert bytes(loan.read(start, 8192) or b"") == bytes(DATA[:8192])
+        assert bytes(loan.read(0, 4096) or b"") == bytes(4096)
+        for first_byte, nbytes in ((4 * MIB - 1, 2), (0, 0), (0, SEGMENT_BYTES + 1)):
+            with pytest.raises(InvalidRequestError, match=f"of a loan of {4 * MIB} bytes"):
+                loan.read(first_byte, nbytes)
+        loan.end()
+        assert engine.lent.used_bytes == 0 and not engine.lent.loans and not loan.keep(0, DATA)
+
+
+async def test_the_limits_hold_for_all_for_one_borrower_and_when_they_change(tmp_path: Path) -> None:
+    async with opened(
+        tmp_path, host_budget_bytes=16 * MIB, lend_bytes=4 * MIB, lend_bytes_per_borrower=3 * MIB
+    ) as engine:
+        first, second, other = (loan_of(engine, 64 * MIB, identity) for identity in ("a", "a", "b"))
+        assert first.size_bytes == 3 * MIB
+        assert [first.keep(n * MIB, DATA) for n in range(2)] == [True, True]
+        assert [second.keep(n * MIB, DATA) for n in range(2)] == [True, False]
+        assert [other.keep(n * MIB, DATA) for n in range(2)] == [True, False]
+        assert engine.lent.used_bytes == 4 * MIB
+        first.changed.clear()
+        engine.lent.resize(MIB, None)
+        assert engine.lent.used_bytes == MIB and first.changed.is_set() and first.size_bytes == MIB
+        engine.lent.resize(0, None)
+        assert engine.lent.used_bytes == 0 and first.size_bytes == 0
+        with pytest.raises(BudgetExceededError, match="lend_budget is 0"):
+            loan_of(engine, MIB)
+        engine.lent.resize(2 * MIB, None)
+        assert second.keep(0, DATA)
+        second.discard(0, 2 * MIB)
+        assert engine.lent.used_bytes == 0
+        for loan in engine.lent.loans:
+            loan.end()
+        for _ in range(MAX_LOANS):
+            loan_of(engine, MIB)
+        with pytest.raises(BudgetExceededError, match=f"{MAX_LOANS} loans"):
+            loan_of(engine, MIB)
+        engine.lent.close()
+
+
+async def test_own_bytes_come_first_and_no_copy_is_evicted_for_a_loan(tmp_path: Path) -> None:
+    async with opened(tmp_path, lend_bytes=4 * MIB) as engine:
+        training = await Training(engine, Layout()).begin()
+        pin = await training.engine.fetch(training.job, "block.0", Kind.PARAM)
+        engine.unpin(pin)
+        loan, kept = loan_of(engine, 4 * MIB), 0
+        while loan.keep(kept * MIB, DATA):
+            kept += 1
+        assert kept and pin.slab.current_copy is pin.copy
+        host = (await engine.accounts())[0]
+        assert host.held_bytes[Holder.LENT] == kept * MIB and host.is_balanced
+        # A range that needs all free room and one lent segment is granted at once, and evicts nothing.
+        range_ = engine.host.try_allocate(MIB, NEVER)
+        assert range_ is not None and loan.taken_back_bytes == MIB and pin.slab.current_copy is pin.copy
+        assert loan.read((kept - 1) * MIB, MIB) is None
+        engine.host.free(range_)
+        await training.step()
+        await training.assert_at(1)
+        loan.end()

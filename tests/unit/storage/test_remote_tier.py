@@ -1,0 +1,320 @@
+"""Training whose states are read from another engine's memory: the bits of torch, whatever the lender does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.engine import Engine
+from storage.integrity import BLOCK_BYTES
+from storage.shard import DType, Kind
+from storage.slab import NEVER
+from storage.tiers.base import TierCounters
+from storage.tiers.contract import Move, Region
+from storage.tiers.lent import SEGMENT_BYTES
+from storage.tiers.loan_directory import LoanDirectory
+from storage.tiers.nvme import NvmeRegion
+from storage.tiers.remote import RemoteTier
+from storage.tiers.source import LEAST_RATE_BYTES, LenderState
+from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, TILED, Layout, Training, opened, quiesce
+from tests.unit.storage.lender_in_process import LenderInProcess
+from tests.unit.storage.test_third_tier import evict_all
+
+TILES = Layout(numels=TILED, precision=DType.BFLOAT16)
+# The time-out is short because tests of stopped lenders wait for it, and the retry because they wait for the next loan.
+QUICK: dict[str, Any] = {"lender_timeout_seconds": 0.2, "lender_retry_seconds": 0.02, "lenders_are_always_used": True}
+
+
+@dataclass
+class Pair:
+    """A borrowing engine, the engine that lends to it, and the way between them."""
+
+    borrower: Engine
+    lending: Engine
+    lender: LenderInProcess
+    events: list[str]
+
+    @property
+    def remote(self) -> RemoteTier:
+        """The borrower's remote tier."""
+        assert self.borrower.remote is not None
+        return self.borrower.remote
+
+    async def borrowed(self) -> None:
+        """Wait until there is a loan."""
+        async with asyncio.timeout(20):
+            while self.remote.lenders[0].state is LenderState.AWAY:
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def paired(directory: Path, lend_bytes: int = 16 * MIB, **changes: Any) -> AsyncIterator[Pair]:
+    """Open both engines; at the end check that nothing leaked on either side."""
+    events: list[str] = []
+    async with opened(directory / "lender", host_budget_bytes=32 * MIB, lend_bytes=lend_bytes) as lending:
+        lender = LenderInProcess(lending.lent)
+        settings = ROOM_FOR_TILED | QUICK | changes
+        told = lambda address, text: events.append(f"{address}: {text}")  # noqa: E731
+        async with opened(directory / "borrower", lenders=[lender], on_lender=told, **settings) as borrower:
+            pair = Pair(borrower, lending, lender, events)
+            await pair.borrowed()
+            yield pair
+        assert lending.lent.used_bytes == 0 and not lending.lent.loans
+
+
+async def trained(pair: Pair, layout: Layout = TILES, steps: int = 2) -> Training:
+    """Train some steps, so that the states are with the lender, and evict them from the borrower's host memory."""
+    training = await Training(pair.borrower, layout).begin()
+    for _ in range(steps):
+        evict_all(training)
+        await training.step()
+    await quiesce(pair.borrower)
+    evict_all(training)
+    return training
+
+
+async def go_on(pair: Pair, training: Training) -> None:
+    """Train one more step, and compare all bits with torch's."""
+    step = training.job.next_step
+    await training.step()
+    await quiesce(pair.borrower)
+    evict_all(training)
+    await training.assert_at(step)
+
+
+@pytest.mark.parametrize("precision", [DType.FLOAT32, DType.BFLOAT16])
+async def test_states_are_read_from_the_lender_with_the_bits_of_torch(tmp_path: Path, precision: DType) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair, Layout(numels=TILED, precision=precision))
+        held = pair.remote.used_bytes
+        assert held == training.version_bytes <= pair.lending.lent.used_bytes
+        read, hits = pair.borrower.nvme.counters.bytes_read, pair.remote.counters.hits
+        for _ in range(2):
+            await go_on(pair, training)
+        # All old bytes came from the lender, and each slab keeps its one room there.
+        assert pair.borrower.nvme.counters.bytes_read == read
+        assert pair.remote.counters.hits > hits and pair.remote.used_bytes == held
+        remote = (await pair.borrower.accounts())[1]
+        assert remote.used_bytes == held and remote.is_balanced
+        await pair.borrower.delete_job("job")
+        await asyncio.sleep(0)
+        assert pair.remote.used_bytes == pair.lending.lent.used_bytes == 0
+
+
+async def test_a_fetch_is_sent_to_the_lender_and_comes_from_there_the_next_time(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await Training(pair.borrower, TILES).begin()
+        evict_all(training)
+        for expected in ("nvme", "lender"):
+            read = pair.borrower.nvme.counters.bytes_read
+            for group in TILES.groups:
+                pair.borrower.unpin(await pair.borrower.fetch(training.job, group, Kind.PARAM, 1.0))
+                await quiesce(pair.borrower)
+            assert (pair.borrower.nvme.counters.bytes_read > read) is (expected == "nvme")
+            evict_all(training)
+        await training.assert_at(0)
+
+
+async def test_a_lender_that_dies_loses_nothing_and_is_used_again(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        pair.lender.die()
+        await go_on(pair, training)
+        assert pair.remote.used_bytes == 0
+        assert sum("the lender was killed" in event for event in pair.events) == 1
+        pair.lender.is_away = False
+        await pair.borrowed()
+        for _ in range(2):
+            await go_on(pair, training)
+        assert pair.remote.used_bytes == training.version_bytes
+        assert pair.remote.lenders[0].losses == 1 and pair.lender.loans == 2
+
+
+async def test_a_lender_that_dies_within_an_update_loses_nothing(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        step = training.job.next_step
+        pair.lender.is_stopped = True
+        await training.hand_over()
+        async with asyncio.timeout(20):
+            while pair.remote.queue_depth == 0:
+                await asyncio.sleep(0)
+        pair.lender.die()
+        await training.commit(step)
+        await quiesce(pair.borrower)
+        await training.assert_at(step)
+
+
+async def test_a_lender_that_answers_nothing_is_given_up_after_the_time_out(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        pair.lender.is_stopped = True
+        await go_on(pair, training)
+        assert pair.remote.lenders[0].timeouts == 1 and pair.remote.used_bytes == 0
+        assert any("not answered within" in event or "not taken within" in event for event in pair.events)
+        pair.lender.is_stopped = False
+        await pair.borrowed()
+        await go_on(pair, training)
+        assert pair.remote.used_bytes
+
+
+async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        pair.lender.spoils = True
+        await go_on(pair, training)
+        assert pair.remote.lenders[0].wrong_blocks > 0
+        assert pair.borrower.nvme.damaged_blocks == 0
+        assert sum("wrong bytes" in event for event in pair.events) == 1
+        pair.lender.spoils = False
+        await go_on(pair, training)
+
+
+async def test_memory_that_the_lender_takes_back_is_missed_only_in_time(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        # The lender's own job needs all its memory.
+        taken = []
+        while (range_ := pair.lending.host.try_allocate(SEGMENT_BYTES, NEVER)) is not None:
+            taken.append(range_)
+        assert pair.lending.lent.used_bytes == 0
+        await go_on(pair, training)
+        assert pair.remote.lenders[0].misses > 0
+        for range_ in taken:
+            pair.lending.host.free(range_)
+        # An operator lends nothing any more, and then again.
+        pair.lending.lent.resize(0, None)
+        await go_on(pair, training)
+        assert pair.remote.used_bytes == 0
+        pair.lending.lent.resize(16 * MIB, None)
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            await go_on(pair, training)
+        assert pair.remote.used_bytes == training.version_bytes
+
+
+async def test_a_loan_that_is_too_small_keeps_the_same_part_in_each_step(tmp_path: Path) -> None:
+    async with paired(tmp_path, lend_bytes=2 * MIB) as pair:
+        training = await trained(pair)
+        held = pair.remote.used_bytes
+        assert 0 < held <= 2 * MIB < training.version_bytes
+        hits, demotions = pair.remote.counters.hits, pair.remote.counters.demotions
+        for _ in range(2):
+            await go_on(pair, training)
+        assert pair.remote.used_bytes == held and pair.remote.counters.demotions == demotions
+        assert pair.remote.counters.hits > hits
+
+
+async def test_steps_that_are_rolled_back_or_undone_are_read_from_nvme(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        training = await trained(pair)
+        await training.hand_over()
+        await pair.borrower.withdraw(training.job, 3, TILES.groups[0])
+        await pair.borrower.abandon_pending(training.job)
+        await training.assert_at(2)
+        await training.step(settled=2)
+        await pair.borrower.roll_back(training.job, 2)
+        evict_all(training)
+        await training.assert_at(2)
+        await go_on(pair, training)
+
+
+async def test_bytes_of_a_version_count_for_no_newer_one_in_the_same_room(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        nvme, tier, buffer = pair.borrower.nvme, pair.remote, memoryview(bytearray(MIB))
+        old, new = await nvme.allocate(MIB, "old"), await nvme.allocate(MIB, "new")
+        assert tier.begin(old, None, NEVER) and tier.begin(new, old, NEVER)
+        await tier.push([Move[Region](old, 0, buffer)])
+        await tier.push([Move[Region](new, 0, buffer[: MIB // 2])])
+        async with asyncio.timeout(20):
+            while tier.split([Move[Region](new, 0, buffer[: MIB // 2])])[0]:
+                await asyncio.sleep(0.001)
+        assert not tier.has(old) and not tier.has(new)
+        assert tier.used_bytes == MIB
+        nvme.free(old)
+        nvme.free(new)
+        assert tier.used_bytes == 0
+
+
+async def test_two_lenders_together_give_no_more_than_the_budget(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=16 * MIB) as engine:
+        lenders = [LenderInProcess(engine.lent, f"lender:{number}") for number in range(2)]
+        tier = RemoteTier(lenders, TierCounters(), budget_bytes=6 * MIB, retry_seconds=0.01)
+        tier.start()
+        await asyncio.sleep(0.05)
+        assert sum(info.size_bytes for info in tier.lenders) == 6 * MIB
+        await tier.close()
+        assert not engine.lent.loans
+
+
+async def test_copies_that_are_needed_last_give_way_and_states_do_not_push_each_other_out(tmp_path: Path) -> None:
+    directory = LoanDirectory()
+    directory.resize(4 * BLOCK_BYTES)
+    late, _ = directory.place(2 * BLOCK_BYTES, 9.0)
+    state, _ = directory.place(2 * BLOCK_BYTES, NEVER)
+    assert late is not None and state is not None
+    assert directory.place(BLOCK_BYTES, NEVER) == (None, [])
+    soon, dropped = directory.place(BLOCK_BYTES, 1.0)
+    assert dropped == [state] and state.is_dropped and soon is not None
+    second, dropped = directory.place(2 * BLOCK_BYTES, 2.0)
+    assert dropped == [late] and second is not None
+    assert directory.used_bytes == 3 * BLOCK_BYTES
+    assert directory.resize(2 * BLOCK_BYTES) == [soon]
+    assert directory.used_bytes == 2 * BLOCK_BYTES and directory.copies == (second,)
+
+
+class _Scenario:
+    """A remote tier over regions of a real engine, whose NVMe has the speed that the test says."""
+
+    def __init__(self, engine: Engine, lender: LenderInProcess, retry_seconds: float) -> None:
+        self.nvme = TierCounters()
+        self.tier = RemoteTier([lender], self.nvme, budget_bytes=16 * MIB, retry_seconds=retry_seconds)
+        self.engine = engine
+
+    async def read_all(self, region: NvmeRegion, buffer: memoryview, times: int) -> None:
+        for _ in range(times):
+            _, shared = self.tier.split([Move[Region](region, 0, buffer)])
+            await self.tier.read(shared, verified=True)
+
+
+@pytest.mark.parametrize(("seconds", "retry_seconds"), [(1e9, 3600.0), (1e-9, 3600.0), (1e-9, 0.01)])
+async def test_a_lender_is_used_only_while_it_is_faster_than_nvme(
+    tmp_path: Path, seconds: float, retry_seconds: float
+) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=16 * MIB) as engine:
+        scenario = _Scenario(engine, LenderInProcess(engine.lent), retry_seconds)
+        tier = scenario.tier
+        tier.start()
+        while tier.lenders[0].state is LenderState.AWAY:
+            await asyncio.sleep(0.001)
+        buffer = memoryview(bytearray(MIB))
+        region = await engine.nvme.allocate(MIB, "version")
+        region.record(0, buffer)
+        assert tier.begin(region, None, NEVER)
+        await tier.push([Move[Region](region, 0, buffer)])
+        while not tier.has(region):
+            await asyncio.sleep(0.001)
+        # NVMe has read this much in so many seconds.
+        scenario.nvme.bytes_read, scenario.nvme.reading.seconds = LEAST_RATE_BYTES, seconds
+        await scenario.read_all(region, buffer, 1 + LEAST_RATE_BYTES // MIB)
+        if seconds > 1:
+            assert tier.lenders[0].state is LenderState.IN_USE and tier.has(region)
+        elif retry_seconds > 1:
+            # It gets its memory back.
+            assert tier.lenders[0].state is LenderState.SLOWER and tier.used_bytes == 0
+            assert not tier.begin(region, None, NEVER)
+            await asyncio.sleep(0)
+            assert engine.lent.used_bytes == 0
+        else:
+            async with asyncio.timeout(20):
+                while tier.lenders[0].state is not LenderState.TRIAL:
+                    await asyncio.sleep(0.005)
+            assert tier.begin(region, None, NEVER)
+        await tier.close()
+        engine.nvme.free(region)
