@@ -474,7 +474,7 @@ class GetTiersResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_budget_bytes: _Optional[int] = ..., loop_stalls: _Optional[int] = ..., longest_loop_stall_seconds: _Optional[float] = ...) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes")
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes", "activation_bytes")
     class Device(_message.Message):
         __slots__ = ("path", "direct", "used_bytes", "size_bytes", "free_runs", "bytes_in_flight", "busy_seconds", "stalled_seconds", "bytes_per_second")
         PATH_FIELD_NUMBER: _ClassVar[int]
@@ -519,6 +519,7 @@ class TierInfo(_message.Message):
     SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     budget_bytes: int
     used_bytes: int
@@ -542,7 +543,8 @@ class TierInfo(_message.Message):
     scrub_passes: int
     quarantined_bytes: int
     gradient_bytes: int
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ...) -> None: ...
+    activation_bytes: int
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
     __slots__ = ("interval_seconds",)
