@@ -59,7 +59,7 @@ async def test_without_room_on_nvme_activations_are_admitted_to_half_of_the_spar
     async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
         engine.nvme.budget_bytes = engine.nvme.used_bytes + engine._job_registry.admission._need(engine.nvme)
-        kept = []
+        kept: list[Activation] = []
         while engine.admit_activation(training.job, MIB, parks=False) is not None:
             kept.append(await written(engine, len(kept), MIB))
         assert 0 < len(kept) < 12
