@@ -165,7 +165,7 @@ class Admission:
         """
         limits, size = list(limits), round_up(nbytes)
         active = [each for each in self._jobs if each.spec.local_ranks or each is job]
-        scopes = [(self._all_need(), self._host.budget_bytes - self._fixed_bytes, active)]
+        scopes = [(self._last_need(), self._host.budget_bytes - self._fixed_bytes, active)]
         for limit in limits:
             if limit.host_bytes is not None:
                 covered = [each for each in active if limit.covers(each.spec.name)]

@@ -11,19 +11,23 @@ written once, parked, recalled and freed, as a gradient is, and what this module
 Its size is not known before the client asks, so no budget was admitted for it: `Admission.admit_activation` lends it
 only what the rest of a step leaves. An activation may be spilled only if the admission has reserved room on the durable
 tier for those of its job.
+
+Requests for activations wait in a queue of their own, behind all other requests: a client recalls activations ahead of
+their use, and frees room only when it goes on, so the gradient or the unit that it needs to go on must not wait behind
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from storage.errors import NotFoundError, StorageError
+from storage.errors import BudgetExceededError, NotFoundError, StorageError
 from storage.scratch import ScratchRanges
 from storage.shard import DType, Kind, SlabKey
 from storage.slab import Group
@@ -154,7 +158,10 @@ class Gradients:
         # Tasks that wait for room for a gradient, which a failed spill ends with its error.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
+        # The activations that wait for room, in the order of their requests.
+        self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
         host.when_room_is_short(self.relieve)
+        host.when_room_is_made(self._serve_activations)
 
     @property
     def regions(self) -> Collection[Region]:
@@ -339,7 +346,8 @@ class Gradients:
         if not self._kept:
             return
         excess = self._kept_bytes - self._room()
-        short = self._host.wanted_bytes - sum(memory.nbytes for memory in self._spilling)
+        wanted = self._host.wanted_bytes + sum(activation.nbytes for activation, _ in self._queue)
+        short = wanted - sum(memory.nbytes for memory in self._spilling)
         if max(excess, short) <= 0:
             return
         # An update that runs frees its gradient soon, so only a request that waits has it spilled.
@@ -383,9 +391,13 @@ class Gradients:
 
     async def _room_for(self, memory: Parkable) -> ArenaRange:
         """Wait for a range of the arena. A spill that fails meanwhile ends the wait with its error."""
+        if isinstance(memory, Activation):
+            allocation = self._room_for_activation(memory)
+        else:
+            allocation = self._scratch.allocate(memory.job, memory.nbytes, from_top=True)
         if not self._kept and not self._spilling:
-            return await self._scratch.allocate(memory.job, memory.nbytes, from_top=True)
-        waiting = asyncio.ensure_future(self._scratch.allocate(memory.job, memory.nbytes, from_top=True))
+            return await allocation
+        waiting = asyncio.ensure_future(allocation)
         self._waiting.add(waiting)
         try:
             return await waiting
@@ -399,6 +411,54 @@ class Gradients:
             raise type(self._failure)(*self._failure.args) from self._failure
         finally:
             self._waiting.discard(waiting)
+
+    async def _room_for_activation(self, activation: Activation) -> ArenaRange:
+        """Wait until no other request waits and there is room; see [Note: activations].
+
+        Raises:
+            BudgetExceededError: there was no room before the deadline.
+        """
+        granted: asyncio.Future[ArenaRange] = asyncio.get_running_loop().create_future()
+        request = activation, granted
+        self._queue.append(request)
+        self._serve_activations()
+        if not granted.done():
+            self.relieve()
+        deadline = asyncio.get_running_loop().call_at(self._host.deadline(), self._refuse, activation, granted)
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._scratch.free(granted.result())
+            raise
+        finally:
+            deadline.cancel()
+            if request in self._queue:
+                self._queue.remove(request)
+                self._serve_activations()
+
+    def _serve_activations(self) -> None:
+        """Grant the requests for activations for which there is room, in their order."""
+        while self._queue:
+            activation, granted = self._queue[0]
+            if granted.done():
+                self._queue.popleft()
+                continue
+            range_ = self._scratch.try_allocate(activation.job, activation.nbytes)
+            if range_ is None:
+                return
+            self._queue.popleft()
+            granted.set_result(range_)
+
+    def _refuse(self, activation: Activation, granted: asyncio.Future[ArenaRange]) -> None:
+        """Fail a request for an activation whose deadline has passed."""
+        if not granted.done():
+            granted.set_exception(
+                BudgetExceededError(
+                    f"host_budget {self._host.budget_bytes} had no room for {activation.label} of {activation.nbytes} "
+                    f"bytes: {self._host.used_bytes} bytes are used; raise host_budget, or move fewer activations"
+                )
+            )
 
     def _begin_spill(self, memory: Parkable) -> None:
         self._unkeep(memory)

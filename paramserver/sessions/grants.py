@@ -192,7 +192,8 @@ class Grants:
             if is_free and (more := admit(session.owner, job, nbytes, parks=True)) is not None:
                 session.parks_gradients, share = True, more
         taken = self._engine.gradients.unparked_bytes(session.session_id)
-        if share is None or (taken and taken + size > share):
+        # With more than half of it, the ranges of activations could leave no run of free bytes for other requests.
+        if share is None or (taken and taken + size > share // 2):
             raise BudgetExceededError(
                 f"host_budget has no room for {size} bytes of an activation of job {job.spec.name!r} beside what the "
                 f"steps of the jobs need, and {taken} of activations that this rank uses; raise host_budget, or "

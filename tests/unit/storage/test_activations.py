@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,32 @@ async def test_a_damaged_activation_is_never_returned(tmp_path: Path) -> None:
         with pytest.raises(DamagedBlockError, match="an activation of job 'kept'"):
             await engine.recall(activation)
         engine.gradients.free(activation)
+
+
+async def test_a_request_for_an_activation_that_waits_holds_up_no_other_request(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
+        free = engine.host.budget_bytes - engine.host.used_bytes
+        most = await engine.scratch.allocate("kept", free - 2 * MIB)
+        waiting = asyncio.ensure_future(engine.gradients.allocate_activation("kept", "session", 8 * MIB))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        other = await asyncio.wait_for(engine.scratch.allocate("kept", MIB), 20)
+        assert not waiting.done()
+        engine.scratch.free(most)
+        activation = await waiting
+        engine.gradients.free(activation)
+        engine.scratch.free(other)
+        # A request that is cancelled, before or after it was granted, keeps nothing.
+        for is_granted in (False, True):
+            most = await engine.scratch.allocate("kept", free - 2 * MIB)
+            waiting = asyncio.ensure_future(engine.gradients.allocate_activation("kept", "session", 8 * MIB))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if is_granted:
+                engine.scratch.free(most)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            if not is_granted:
+                engine.scratch.free(most)
+            assert engine.scratch.nbytes == 0
