@@ -19,6 +19,7 @@ from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
 from storage.reader import StepReader
 from storage.tiers.backing import BackingTiers
+from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, Region
 from storage.tiers.host import HostTier
 from storage.transform import host_budget_for
@@ -99,13 +100,16 @@ class Admission:
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
         slab, and then only the reader or the kept step holds them. So are gradients, if the host budget (None: the
-        present one) does not hold all of a step.
+        present one) does not hold all of a step, and activations for which room was reserved.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
+        reserved = self._gradients.reserved_for_activations
+        activations = sum(reserved[name] for name in {job.spec.name for job in active} & reserved.keys())
         spills = 0
-        if tier.is_durable and not self._holds_all_gradients(host_budget_bytes):
+        if tier.is_durable and (activations or not self._holds_all_gradients(host_budget_bytes)):
             gradients = sum(job.tally.gradient_bytes for job in active)
             spills = max(0, gradients - self._gradients.spilled_bytes)
+            spills += max(0, activations - self._gradients.spilled_activation_bytes)
         shared = {
             region
             for reader in self.readers
@@ -142,6 +146,62 @@ class Admission:
     def forget_need(self) -> None:
         """Have the need of all jobs computed anew; see `_last_need`."""
         self._known_need = None
+
+    def admit_activation(self, job: Job, nbytes: int, limits: Iterable[Limit], *, parks: bool) -> int | None:
+        """Return how many bytes of activations each rank of a job may have without parking them, if one more has room.
+
+        Activations get what the rest of a step leaves of the host budget. They stay there if they take at most half of
+        it. Otherwise the durable tier needs room for all of the job's, and for its gradients. A job whose bytes on that
+        tier are limited keeps its activations in host memory only.
+
+        Args:
+            job: the job of the rank that asks.
+            nbytes: the size of the activation.
+            limits: the most bytes that the jobs of some names may use.
+            parks: whether the ranks of the job park gradients, so that host memory need not have room for all of them.
+
+        Returns:
+            The bytes; None: there is no room for the activation on any tier.
+        """
+        limits, size = list(limits), round_up(nbytes)
+        active = [each for each in self._jobs if each.spec.local_ranks or each is job]
+        scopes = [(self._last_need(), self._host.budget_bytes - self._fixed_bytes, active)]
+        for limit in limits:
+            if limit.host_bytes is not None:
+                covered = [each for each in active if limit.covers(each.spec.name)]
+                scopes.append((self._need_under(limit, job), limit.host_bytes, covered))
+        shares, fits = [], True
+        for need, budget, jobs in scopes:
+            left = budget - (need.total if parks else need.total_without_spilling)
+            shares.append(left // sum(each.spec.local_ranks or 1 for each in jobs))
+            held = sum(self._gradients.activation_bytes(name) for name in {each.spec.name for each in jobs})
+            fits &= 2 * (held + size) <= budget - need.total_without_spilling
+        share = min(shares)
+        if share < size:
+            return None
+        if not fits and (any(limit.nvme_bytes is not None for limit in limits) or not self._may_spill(job, size)):
+            return None
+        return share
+
+    def _may_spill(self, job: Job, more: int) -> bool:
+        """Reserve room on the durable tier for a job's activations and `more` bytes of them; return whether it has it.
+
+        The reservation lasts until the job is opened by another run.
+        """
+        name = job.spec.name
+        reserved = self._gradients.reserved_for_activations
+        wanted, before = self._gradients.activation_bytes(name) + more, reserved[name]
+        if wanted <= before:
+            return True
+        reserved[name] = wanted
+        try:
+            self._backing.durable.reserve(self._need(self._backing.durable))
+        except BudgetExceededError:
+            reserved[name] = before
+            if not before:
+                del reserved[name]
+            return False
+        return True
 
     @property
     def _fixed_bytes(self) -> int:

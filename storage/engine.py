@@ -31,7 +31,7 @@ from storage.damage_log import DamageLog
 from storage.demand_reads import DemandReads
 from storage.directories import CATALOG, LOCK
 from storage.errors import BudgetExceededError, ConflictError, StepAbortedError, StorageError
-from storage.gradients import Gradient, Gradients
+from storage.gradients import Activation, Gradient, Gradients, Parkable
 from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
@@ -323,6 +323,7 @@ class Engine:
         if goes_on and (unfinished := self._job_registry.unfinished(spec)) is not None:
             return unfinished
         known = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
+        self.gradients.reserved_for_activations.pop(spec.name, None)
         if known is not None:
             await self.backing.watch.unless_stuck(self._quiesce_all(known))
             if known.newest is None:
@@ -658,13 +659,41 @@ class Engine:
         key = SlabKey(job.spec.identity, group, Kind.GRAD)
         return await self.gradients.allocate(job.spec.name, key, job.group(group), step)
 
-    async def recall_gradient(self, gradient: Gradient) -> None:
-        """Bring a parked gradient back to the arena; see `Gradients.recall`.
+    async def allocate_activation(self, job: Job, holder: str, nbytes: int) -> Activation:
+        """Return room in the arena for an activation of a client's forward, until the caller frees it.
+
+        Args:
+            job: the job.
+            holder: the id of the client's session.
+            nbytes: its size.
+
+        Raises:
+            BudgetExceededError: other bytes in use left no room before the deadline.
+            StorageError: gradients had to be spilled to make room, and this failed.
+        """
+        return await self.gradients.allocate_activation(job.spec.name, holder, nbytes)
+
+    def admit_activation(self, job: Job, nbytes: int, limits: Iterable[Limit] = (), *, parks: bool) -> int | None:
+        """Return how many bytes of activations each rank may have without parking them; see `Admission`.
+
+        Args:
+            job: the job.
+            nbytes: the size of the activation that is asked for.
+            limits: the most bytes that the jobs of some names may use.
+            parks: whether the ranks of the job park gradients.
+
+        Returns:
+            The bytes; None: there is no room for the activation, on any tier.
+        """
+        return self._job_registry.admission.admit_activation(job, nbytes, limits, parks=parks)
+
+    async def recall(self, memory: Parkable) -> None:
+        """Bring a parked gradient or activation back to the arena; see `Gradients.recall`.
 
         Raises:
             DeviceStuckError: a device does not answer; the gradient is back as soon as it does.
         """
-        await self.backing.watch.unless_stuck(self.gradients.recall(gradient))
+        await self.backing.watch.unless_stuck(self.gradients.recall(memory))
 
     def must_park(self, job: Job, limits: Iterable[Limit] = ()) -> bool:
         """Return whether the gradients of a job are to be parked, because those of a step may not all fit.

@@ -1,21 +1,33 @@
-"""Gradients within a step: ranges of the arena, and regions of the durable tier for those that do not fit.
+"""Gradients and activations within a step: ranges of the arena, and regions of the durable tier for what does not fit.
 
-This module owns the memory of every gradient, and decides which one leaves the arena. A client that does not touch a
-gradient for a while parks it. A parked gradient stays in the arena while there is room, and is spilled otherwise: it is
-written with checksums to a region that the catalog never names, so a crash leaves nothing behind. It must never spill,
-move or free bytes that a client may write to, or that a tile of an update reads.
+This module owns the memory of every gradient and of every activation that a client keeps here, and decides which one
+leaves the arena. A client that does not touch a gradient for a while parks it. A parked gradient stays in the arena
+while there is room, and is spilled otherwise: it is written with checksums to a region that the catalog never names, so
+a crash leaves nothing behind. It must never spill, move or free bytes that a client may write to, or that a tile of an
+update reads.
+
+[Note: activations] An activation is an input of a part of the model that the client's backward pass needs. It is
+written once, parked, recalled and freed, as a gradient is, and what this module says of gradients holds for it, too.
+Its size is not known before the client asks, so no budget was admitted for it: `Admission.admit_activation` lends it
+only what the rest of a step leaves. An activation may be spilled only if the admission has reserved room on the durable
+tier for those of its job.
+
+Requests for activations wait in a queue of their own, behind all other requests: a client recalls activations ahead of
+their use, and frees room only when it goes on, so the gradient or the unit that it needs to go on must not wait behind
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from storage.errors import NotFoundError, StorageError
+from storage.errors import BudgetExceededError, NotFoundError, StorageError
 from storage.scratch import ScratchRanges
 from storage.shard import DType, Kind, SlabKey
 from storage.slab import Group
@@ -30,30 +42,26 @@ from storage.waiting import unlogged
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Gradient:
-    """The gradient of one group for one step.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Parkable:
+    """Bytes within a step that a client can park: a gradient or an activation.
 
     Attributes:
         job: the name of its job.
         label: its name in error texts, made as those of versions are.
+        size_bytes: its bytes.
         arena_range: where it is in the arena; None: it was spilled.
         region: where it is on the durable tier; None: it was not spilled.
         is_parked: whether the client has promised not to touch it until it recalls it.
-        update: the update that uses it, from its begin until it is withdrawn; None: there is none.
-        waits_for_seal: whether the update waits until its step is sealed, which may be long.
         is_freed: whether its memory is free, or will be when the last user has gone.
     """
 
     job: str
     label: str
-    dtype: DType
-    numel: int
-    arena_range: ArenaRange | None
+    size_bytes: int
+    arena_range: ArenaRange | None = None
     region: Region | None = None
     is_parked: bool = False
-    update: asyncio.Task[None] | None = None
-    waits_for_seal: bool = False
     is_freed: bool = False
     _readers: int = 0
     _spilling: asyncio.Task[None] | None = None
@@ -61,7 +69,7 @@ class Gradient:
     @property
     def nbytes(self) -> int:
         """Its bytes in whole pages."""
-        return round_up(self.numel * self.dtype.itemsize)
+        return round_up(self.size_bytes)
 
     @property
     def is_in_arena(self) -> bool:
@@ -73,7 +81,56 @@ class Gradient:
     @property
     def is_updating(self) -> bool:
         """Whether an update reads it now, or is about to."""
+        return False
+
+    @property
+    def leaving_rank(self) -> int:
+        """Its place among what leaves the arena: lower ones leave first."""
+        return 1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Gradient(Parkable):
+    """The gradient of one group for one step.
+
+    Attributes:
+        dtype: the type of its elements.
+        numel: their number.
+        update: the update that uses it, from its begin until it is withdrawn; None: there is none.
+        waits_for_seal: whether the update waits until its step is sealed, which may be long.
+    """
+
+    dtype: DType
+    numel: int
+    update: asyncio.Task[None] | None = None
+    waits_for_seal: bool = False
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update reads it now, or is about to."""
         return self.update is not None and not self.update.done() and not self.waits_for_seal
+
+    @property
+    def leaving_rank(self) -> int:
+        """Its place among what leaves the arena: lower ones leave first.
+
+        First come those whose update is done, because they are read again only if it is withdrawn; last those that an
+        update is about to read.
+        """
+        if self.update is None or self.waits_for_seal:
+            return 1
+        return 0 if self.update.done() else 2
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Activation(Parkable):
+    """An activation of a client's forward, until the client releases it.
+
+    Attributes:
+        holder: the id of the session whose client writes and reads it.
+    """
+
+    holder: str
 
 
 class Gradients:
@@ -87,30 +144,61 @@ class Gradients:
         self._room = room
         # The parked gradients that are in the arena and are not being spilled, in the order in which they were parked.
         # The first one is needed last, because gradients come in the reverse order of the updates.
-        self._kept: dict[Gradient, None] = {}
+        self._kept: dict[Parkable, None] = {}
         self._kept_bytes = 0
-        self._spilling: set[Gradient] = set()
+        self._spilling: set[Parkable] = set()
         # The gradients that have a region on the durable tier.
-        self._spilled: set[Gradient] = set()
+        self._spilled: set[Parkable] = set()
+        # The activations that are not freed.
+        self._activations: set[Activation] = set()
+        # The bytes of the durable tier that the admission has reserved for the activations of each job, by its name.
+        self.reserved_for_activations: Counter[str] = Counter()
+        # The bytes of activations that were spilled since the start.
+        self.spilled_activations_ever = 0
         # Tasks that wait for room for a gradient, which a failed spill ends with its error.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
+        # The activations that wait for room, in the order of their requests.
+        self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
         host.when_room_is_short(self.relieve)
+        host.when_room_is_made(self._serve_activations)
 
     @property
     def regions(self) -> Collection[Region]:
         """The regions that hold spilled gradients."""
-        return [gradient.region for gradient in self._spilled if gradient.region is not None]
+        return [memory.region for memory in self._spilled if memory.region is not None]
 
     @property
     def parked_bytes(self) -> int:
-        """The bytes of the parked gradients in the arena."""
-        return self._kept_bytes + sum(gradient.nbytes for gradient in self._spilling)
+        """The bytes of the parked gradients in the arena, without activations."""
+        return sum(memory.nbytes for memory in (*self._kept, *self._spilling) if isinstance(memory, Gradient))
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes of the durable tier that hold spilled gradients."""
-        return sum(region.nbytes for region in self.regions)
+        """The bytes of the durable tier that hold spilled gradients, without activations."""
+        return self._region_bytes(Gradient)
+
+    def activation_bytes(self, job: str | None = None) -> int:
+        """Return the bytes of the activations of a job, or of all jobs, wherever they are."""
+        return sum(each.nbytes for each in self._activations if job is None or each.job == job)
+
+    def unparked_bytes(self, holder: str) -> int:
+        """Return the bytes of the activations that the client of a session may touch."""
+        return sum(each.nbytes for each in self._activations if each.holder == holder and not each.is_parked)
+
+    @property
+    def activation_bytes_in_arena(self) -> int:
+        """The bytes of activations in the arena, parked or not."""
+        return sum(each.nbytes for each in self._activations if each.arena_range is not None)
+
+    @property
+    def spilled_activation_bytes(self) -> int:
+        """The bytes of the durable tier that hold spilled activations."""
+        return self._region_bytes(Activation)
+
+    def _region_bytes(self, kind: type[Parkable]) -> int:
+        spilled = (memory.region for memory in self._spilled if isinstance(memory, kind))
+        return sum(region.nbytes for region in spilled if region is not None)
 
     async def allocate(self, job: str, key: SlabKey, group: Group, step: int) -> Gradient:
         """Wait for room in the arena, and return a gradient without values that a client may write to.
@@ -125,26 +213,48 @@ class Gradients:
             BudgetExceededError: there was no room before the deadline.
             StorageError: a parked gradient had to be spilled to make room, and this failed.
         """
-        gradient = Gradient(job, key.label(step), group.spec.slab_of_kind[Kind.GRAD].dtype, group.spec.numel, None)
+        dtype, numel = group.spec.slab_of_kind[Kind.GRAD].dtype, group.spec.numel
+        gradient = Gradient(job=job, label=key.label(step), size_bytes=numel * dtype.itemsize, dtype=dtype, numel=numel)
         gradient.arena_range = await self._room_for(gradient)
         return gradient
+
+    async def allocate_activation(self, job: str, holder: str, nbytes: int) -> Activation:
+        """Wait for room in the arena, and return an activation without values; see [Note: activations].
+
+        Args:
+            job: the name of the job.
+            holder: the id of the session that asks.
+            nbytes: its size.
+
+        Raises:
+            BudgetExceededError: there was no room before the deadline.
+            StorageError: a parked gradient had to be spilled to make room, and this failed.
+        """
+        activation = Activation(job=job, label=f"an activation of job {job!r}", size_bytes=nbytes, holder=holder)
+        self._activations.add(activation)
+        try:
+            activation.arena_range = await self._room_for(activation)
+        except BaseException:
+            self._activations.discard(activation)
+            raise
+        return activation
 
     def tensor(self, gradient: Gradient) -> torch.Tensor:
         """Return the values of a gradient that is not parked, as a 1-D tensor over its memory in the arena."""
         assert gradient.arena_range is not None, "a gradient that is not parked is in the arena"
         return self._host.tensor(gradient.arena_range, gradient.dtype, gradient.numel)
 
-    def park(self, gradient: Gradient) -> None:
+    def park(self, memory: Parkable) -> None:
         """Take note that the client does not touch a gradient until it recalls it. It does not wait; idempotent."""
-        if gradient.is_parked or gradient.is_freed:
+        if memory.is_parked or memory.is_freed:
             return
-        gradient.is_parked = True
+        memory.is_parked = True
         # The end of a spill under way decides about the range itself.
-        if gradient.arena_range is not None and gradient._spilling is None:
-            self._keep(gradient)
+        if memory.arena_range is not None and memory._spilling is None:
+            self._keep(memory)
         self.relieve()
 
-    async def recall(self, gradient: Gradient) -> None:
+    async def recall(self, memory: Parkable) -> None:
         """Bring a parked gradient back to the arena, where the client may write to it again.
 
         Raises:
@@ -152,28 +262,28 @@ class Gradients:
             DamagedBlockError: the spilled bytes are damaged.
             StorageError: there was no room for it before the deadline, or it cannot be read.
         """
-        gradient.is_parked = False
-        self._unkeep(gradient)
+        memory.is_parked = False
+        self._unkeep(memory)
         try:
-            if gradient._spilling is not None:
-                await asyncio.wait([gradient._spilling])
-            while gradient.arena_range is None and not gradient.is_freed:
-                await self._read_back(gradient)
+            if memory._spilling is not None:
+                await asyncio.wait([memory._spilling])
+            while memory.arena_range is None and not memory.is_freed:
+                await self._read_back(memory)
         except BaseException:
-            self.park(gradient)
+            self.park(memory)
             raise
-        if gradient.is_freed:
-            raise NotFoundError(f"{gradient.label} was freed while it was read back")
+        if memory.is_freed:
+            raise NotFoundError(f"{memory.label} was freed while it was read back")
         # The client may have parked it again meanwhile, before it had an answer to this call.
-        gradient.is_parked = False
-        self._unkeep(gradient)
-        if gradient.region is not None:
-            self._free_region(gradient)
+        memory.is_parked = False
+        self._unkeep(memory)
+        if memory.region is not None:
+            self._free_region(memory)
 
-    async def _read_back(self, gradient: Gradient) -> None:
-        range_ = await self._room_for(gradient)
-        region = gradient.region
-        if region is None or gradient.is_freed or gradient.arena_range is not None:
+    async def _read_back(self, memory: Parkable) -> None:
+        range_ = await self._room_for(memory)
+        region = memory.region
+        if region is None or memory.is_freed or memory.arena_range is not None:
             self._scratch.free(range_)
             return
         self._backing.hold(region)
@@ -184,30 +294,32 @@ class Gradients:
             raise
         finally:
             self._backing.free(region)
-        if gradient.is_freed or gradient.arena_range is not None:
+        if memory.is_freed or memory.arena_range is not None:
             self._scratch.free(range_)
         else:
-            gradient.arena_range = range_
+            memory.arena_range = range_
 
-    def free(self, gradient: Gradient) -> None:
+    def free(self, memory: Parkable) -> None:
         """Free the memory of a gradient as soon as no spill and no tile uses it. Idempotent."""
-        if gradient.is_freed:
+        if memory.is_freed:
             return
-        gradient.is_freed = True
-        self._unkeep(gradient)
-        if gradient._spilling is None:
-            self._free_range(gradient)
-            if gradient.region is not None:
-                self._free_region(gradient)
+        memory.is_freed = True
+        if isinstance(memory, Activation):
+            self._activations.discard(memory)
+        self._unkeep(memory)
+        if memory._spilling is None:
+            self._free_range(memory)
+            if memory.region is not None:
+                self._free_region(memory)
 
-    def take_range(self, gradient: Gradient) -> ArenaRange | None:
+    def take_range(self, memory: Parkable) -> ArenaRange | None:
         """Free a gradient but for its range of the arena, which it returns.
 
         The client may still write to the range, so the caller passes it to `HostTier.free` when no process can. None is
         returned if the gradient is not in the arena.
         """
-        range_, gradient.arena_range = gradient.arena_range, None
-        self.free(gradient)
+        range_, memory.arena_range = memory.arena_range, None
+        self.free(memory)
         return None if range_ is None else self._scratch.hand_over(range_)
 
     def begin_read(self, gradient: Gradient) -> ArenaRange | Region:
@@ -234,59 +346,58 @@ class Gradients:
         if not self._kept:
             return
         excess = self._kept_bytes - self._room()
-        short = self._host.wanted_bytes - sum(gradient.nbytes for gradient in self._spilling)
+        wanted = self._host.wanted_bytes + sum(activation.nbytes for activation, _ in self._queue)
+        short = wanted - sum(memory.nbytes for memory in self._spilling)
         if max(excess, short) <= 0:
             return
         # An update that runs frees its gradient soon, so only a request that waits has it spilled.
-        excess -= sum(gradient.nbytes for gradient in self._kept if gradient.is_updating)
-        for gradient in list(self._order()):
-            if max(short, 0 if gradient.is_updating else excess) <= 0:
+        excess -= sum(memory.nbytes for memory in self._kept if memory.is_updating)
+        for memory in list(self._order()):
+            if max(short, 0 if memory.is_updating else excess) <= 0:
                 continue
-            self._begin_spill(gradient)
-            short -= gradient.nbytes
-            excess -= gradient.nbytes
+            self._begin_spill(memory)
+            short -= memory.nbytes
+            excess -= memory.nbytes
 
     def relieve_jobs(self, jobs: Collection[str]) -> None:
         """Begin to spill one parked gradient of these jobs, unless one is being spilled."""
-        if any(gradient.job in jobs for gradient in self._spilling):
+        if any(memory.job in jobs for memory in self._spilling):
             return
-        found = next((gradient for gradient in self._order() if gradient.job in jobs), None)
+        found = next((memory for memory in self._order() if memory.job in jobs), None)
         if found is not None:
             self._begin_spill(found)
 
     async def close(self) -> None:
         """Wait for the spills under way."""
-        while tasks := [gradient._spilling for gradient in self._spilling if gradient._spilling is not None]:
+        while tasks := [memory._spilling for memory in self._spilling if memory._spilling is not None]:
             await asyncio.wait(tasks)
 
-    def _order(self) -> Iterator[Gradient]:
-        """Yield the parked gradients in the arena, in the order in which they are to leave it.
+    def _order(self) -> Iterator[Parkable]:
+        """Yield what is parked in the arena and may be spilled, in the order in which it is to leave the arena."""
+        leaving = (memory for memory in self._kept if self._may_spill(memory))
+        yield from sorted(leaving, key=lambda memory: memory.leaving_rank)
 
-        First come those whose update is done, because they are read again only if it is withdrawn; last those that an
-        update is about to read.
-        """
+    def _may_spill(self, memory: Parkable) -> bool:
+        return not isinstance(memory, Activation) or memory.job in self.reserved_for_activations
 
-        def rank(gradient: Gradient) -> int:
-            if gradient.update is None or gradient.waits_for_seal:
-                return 1
-            return 0 if gradient.update.done() else 2
+    def _keep(self, memory: Parkable) -> None:
+        self._kept[memory] = None
+        self._kept_bytes += memory.nbytes
 
-        yield from sorted(self._kept, key=rank)
+    def _unkeep(self, memory: Parkable) -> None:
+        if memory in self._kept:
+            del self._kept[memory]
+            self._kept_bytes -= memory.nbytes
 
-    def _keep(self, gradient: Gradient) -> None:
-        self._kept[gradient] = None
-        self._kept_bytes += gradient.nbytes
-
-    def _unkeep(self, gradient: Gradient) -> None:
-        if gradient in self._kept:
-            del self._kept[gradient]
-            self._kept_bytes -= gradient.nbytes
-
-    async def _room_for(self, gradient: Gradient) -> ArenaRange:
+    async def _room_for(self, memory: Parkable) -> ArenaRange:
         """Wait for a range of the arena. A spill that fails meanwhile ends the wait with its error."""
+        if isinstance(memory, Activation):
+            allocation = self._room_for_activation(memory)
+        else:
+            allocation = self._scratch.allocate(memory.job, memory.nbytes, from_top=True)
         if not self._kept and not self._spilling:
-            return await self._scratch.allocate(gradient.job, gradient.nbytes, from_top=True)
-        waiting = asyncio.ensure_future(self._scratch.allocate(gradient.job, gradient.nbytes, from_top=True))
+            return await allocation
+        waiting = asyncio.ensure_future(allocation)
         self._waiting.add(waiting)
         try:
             return await waiting
@@ -301,57 +412,107 @@ class Gradients:
         finally:
             self._waiting.discard(waiting)
 
-    def _begin_spill(self, gradient: Gradient) -> None:
-        self._unkeep(gradient)
-        self._spilling.add(gradient)
-        gradient._spilling = unlogged(asyncio.ensure_future(self._spill(gradient)))
+    async def _room_for_activation(self, activation: Activation) -> ArenaRange:
+        """Wait until no other request waits and there is room; see [Note: activations].
 
-    async def _spill(self, gradient: Gradient) -> None:
-        """Write a parked gradient to a region, and free its range unless it was recalled meanwhile."""
-        assert gradient.arena_range is not None
+        Raises:
+            BudgetExceededError: there was no room before the deadline.
+        """
+        granted: asyncio.Future[ArenaRange] = asyncio.get_running_loop().create_future()
+        request = activation, granted
+        self._queue.append(request)
+        self._serve_activations()
+        if not granted.done():
+            self.relieve()
+        deadline = asyncio.get_running_loop().call_at(self._host.deadline(), self._refuse, activation, granted)
         try:
-            async with self._backing.new_version(self._backing.durable.name, gradient.nbytes, gradient.label) as region:
-                view = self._host.view(gradient.arena_range)
-                await self._backing.durable.write_from(region, 0, view, Priority.UPDATE)
-                gradient.region = region
-                self._spilled.add(gradient)
-        except StorageError as error:
-            self._fail(gradient, error)
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._scratch.free(granted.result())
+            raise
         finally:
-            self._spilling.discard(gradient)
-            gradient._spilling = None
-            self._end_spill(gradient)
+            deadline.cancel()
+            if request in self._queue:
+                self._queue.remove(request)
+                self._serve_activations()
 
-    def _end_spill(self, gradient: Gradient) -> None:
-        if gradient.is_freed:
-            self._free_range(gradient)
-            if gradient.region is not None:
-                self._free_region(gradient)
-        elif not gradient.is_parked:
+    def _serve_activations(self) -> None:
+        """Grant the requests for activations for which there is room, in their order."""
+        while self._queue:
+            activation, granted = self._queue[0]
+            if granted.done():
+                self._queue.popleft()
+                continue
+            range_ = self._scratch.try_allocate(activation.job, activation.nbytes)
+            if range_ is None:
+                return
+            self._queue.popleft()
+            granted.set_result(range_)
+
+    def _refuse(self, activation: Activation, granted: asyncio.Future[ArenaRange]) -> None:
+        """Fail a request for an activation whose deadline has passed."""
+        if not granted.done():
+            granted.set_exception(
+                BudgetExceededError(
+                    f"host_budget {self._host.budget_bytes} had no room for {activation.label} of {activation.nbytes} "
+                    f"bytes: {self._host.used_bytes} bytes are used; raise host_budget, or move fewer activations"
+                )
+            )
+
+    def _begin_spill(self, memory: Parkable) -> None:
+        self._unkeep(memory)
+        self._spilling.add(memory)
+        memory._spilling = unlogged(asyncio.ensure_future(self._spill(memory)))
+
+    async def _spill(self, memory: Parkable) -> None:
+        """Write a parked gradient to a region, and free its range unless it was recalled meanwhile."""
+        assert memory.arena_range is not None
+        try:
+            async with self._backing.new_version(self._backing.durable.name, memory.nbytes, memory.label) as region:
+                view = self._host.view(memory.arena_range)
+                await self._backing.durable.write_from(region, 0, view, Priority.UPDATE)
+                memory.region = region
+                self._spilled.add(memory)
+                if isinstance(memory, Activation):
+                    self.spilled_activations_ever += memory.nbytes
+        except StorageError as error:
+            self._fail(memory, error)
+        finally:
+            self._spilling.discard(memory)
+            memory._spilling = None
+            self._end_spill(memory)
+
+    def _end_spill(self, memory: Parkable) -> None:
+        if memory.is_freed:
+            self._free_range(memory)
+            if memory.region is not None:
+                self._free_region(memory)
+        elif not memory.is_parked:
             # It was recalled while it was written. `recall` frees the region.
             pass
-        elif gradient.region is None:
-            self._keep(gradient)
+        elif memory.region is None:
+            self._keep(memory)
         else:
-            self._free_range(gradient)
+            self._free_range(memory)
             self.relieve()
 
-    def _fail(self, gradient: Gradient, error: StorageError) -> None:
+    def _fail(self, memory: Parkable, error: StorageError) -> None:
         """Take note that a spill has failed: the gradient stays in the arena, and waiting requests get the error."""
-        log.error("%s cannot be spilled: %s", gradient.label, error)
+        log.error("%s cannot be spilled: %s", memory.label, error)
         self._failure = error
         waiting, self._waiting = self._waiting, set()
         for each in waiting:
             each.cancel()
 
-    def _free_range(self, gradient: Gradient) -> None:
+    def _free_range(self, memory: Parkable) -> None:
         """Free the range of a gradient, unless tiles of an update read it: then the last of them frees it."""
-        if gradient.arena_range is not None and not gradient._readers:
-            range_, gradient.arena_range = gradient.arena_range, None
+        if memory.arena_range is not None and not memory._readers:
+            range_, memory.arena_range = memory.arena_range, None
             self._scratch.free(range_)
 
-    def _free_region(self, gradient: Gradient) -> None:
-        self._spilled.discard(gradient)
-        region, gradient.region = gradient.region, None
+    def _free_region(self, memory: Parkable) -> None:
+        self._spilled.discard(memory)
+        region, memory.region = memory.region, None
         if region is not None:
             self._backing.free(region)

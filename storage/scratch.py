@@ -42,7 +42,14 @@ class ScratchRanges:
         Raises:
             BudgetExceededError: there was no room before the deadline.
         """
-        range_ = await self._host.allocate(nbytes, from_top=from_top)
+        return self._charge(job, await self._host.allocate(nbytes, from_top=from_top))
+
+    def try_allocate(self, job: str, nbytes: int) -> ArenaRange | None:
+        """Return a range from the top that is charged to `job`, without waiting; None if there is no room now."""
+        range_ = self._host.try_allocate(nbytes, None, from_top=True)
+        return None if range_ is None else self._charge(job, range_)
+
+    def _charge(self, job: str, range_: ArenaRange) -> ArenaRange:
         self._owners[range_] = job
         self._accounts[job] += range_.nbytes
         return range_

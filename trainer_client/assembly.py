@@ -35,6 +35,7 @@ from trainer_client.run.replicas import FollowerProcess, Replicas, choose_holder
 from trainer_client.run.resume_notice import record_run, resume_line
 from trainer_client.run.run_state import RunState
 from trainer_client.run.state_offload import StateOffload
+from trainer_client.step.activations import Activations
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -153,6 +154,7 @@ def _make_parts(
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
         device_copies=job.device_copies,
+        activations=_make_activations(rank, job) if rank.settings.offloads_activations else None,
         reporter=_make_reporter(user, rank, job, residency, traces),
     )
 
@@ -240,6 +242,26 @@ def _make_residency(rank: RankContext, job: Job) -> Residency:
         kept_elements=rank.settings.zero_optimization.stage3_max_live_parameters,
         is_alone=job.sharers == 1,
         recorder=rank.recorder,
+    )
+
+
+def _make_activations(rank: RankContext, job: Job) -> Activations:
+    section, checkpoints = rank.settings.paramserver.activations, rank.settings.activation_checkpointing
+    if rank.collectives.rank == 0:
+        log.info(
+            "boundaries of activation checkpoints of at least %d bytes go to the store between forward and backward; "
+            "%d bytes of them, and the newest, stay on the device",
+            *(section.smallest, section.kept),
+        )
+    return Activations(
+        rank.store,
+        job.lanes,
+        rank.recorder,
+        rank.collectives.device,
+        kept_bytes=section.kept,
+        smallest_bytes=section.smallest,
+        synchronizes=checkpoints.synchronize_checkpoint_boundary,
+        profiles=checkpoints.profile and rank.collectives.rank == 0,
     )
 
 

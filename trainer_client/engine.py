@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -98,11 +98,15 @@ class Engine(EngineStates):
         self._hooks.expect_forward()
         self._passes.expect_loss()
         try:
-            with self._precision.autocast(self.device):
+            with self._precision.autocast(self.device), self._saving_boundaries():
                 return self.module(*args, **kwargs)
         except BaseException:
             self._hooks.fail_forward()
             raise
+
+    def _saving_boundaries(self) -> AbstractContextManager[None]:
+        """Return the context of a forward, in which boundaries of activation checkpoints may leave the device."""
+        return nullcontext() if self._activations is None else self._activations.saving()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward pass of a micro-batch. All ranks must call this.
@@ -243,6 +247,8 @@ class Engine(EngineStates):
         self._step.refresh()
         self._hooks.finish_step()
         self._passes.end_step()
+        if self._activations is not None:
+            self._activations.end_step(self.global_steps)
 
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter`, which belongs to another module, together with `module` from now on.

@@ -28,6 +28,7 @@ from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.run_state import Progress, RunState
 from trainer_client.run.state_offload import StateOffload
+from trainer_client.step.activations import Activations
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
@@ -42,6 +43,7 @@ class EngineParts:
         tiling: the parameters that are cut into tiles.
         states: the states of all groups.
         gather: how the units' parameters come together.
+        activations: moves boundaries of activation checkpoints; None: they stay on the device.
     """
 
     tiling: Tiling
@@ -58,6 +60,7 @@ class EngineParts:
     checkpoints: Checkpoints
     offload: StateOffload
     device_copies: DeviceCopies
+    activations: Activations | None
     reporter: Reporter
 
 
@@ -101,6 +104,7 @@ class EngineCore(EngineGetters):
         self._reporter = parts.reporter
         self._offload = parts.offload
         self._device_copies = parts.device_copies
+        self._activations = parts.activations
         self._resources = resources
         self._closed = False
         self._was_step_applied = False

@@ -44,6 +44,9 @@ class Cause(enum.Enum):
     GRADIENT_MEMORY = "gradient memory"
     """Room in the store's host memory for a gradient."""
 
+    ACTIVATION = "activation"
+    """Room in the store for an activation, or an activation that comes back."""
+
     HAND_OVER = "hand-over"
     """The store's response that it has accepted gradients."""
 
@@ -106,6 +109,8 @@ class StepSums:
         link_seconds: seconds that this rank's threads spent on moving them.
         gather_seconds: seconds of gathers by phase, without the waits in them.
         restarts: number of restarts of the store daemon.
+        boundary_bytes: bytes of the boundaries of activation checkpoints that were saved, and of those moved to the
+            store.
     """
 
     began: float
@@ -116,6 +121,7 @@ class StepSums:
     link_seconds: dict[Link, float] = field(default_factory=lambda: defaultdict(float))
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     restarts: int = 0
+    boundary_bytes: Counter[str] = field(default_factory=Counter)
 
 
 class Stopwatch(Protocol):
@@ -226,6 +232,10 @@ class Recorder:
     def fetched(self, unit: str, began: float) -> None:
         """Note for a trace that the bytes requested at `began` have arrived; on any thread."""
         self._note(FETCHES_ROW, unit, began, time.monotonic())
+
+    def boundary(self, **nbytes: int) -> None:
+        """Add bytes of boundaries that were `saved`, or `moved` to the store."""
+        self._sums.boundary_bytes.update(nbytes)
 
     def restarted(self) -> None:
         """Count a restart of the store daemon; on any thread."""

@@ -53,6 +53,9 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         if tier.gradient_bytes:
             spilled = "spilled" if tier.tier == pb.TIER_NVME else "parked"
             lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.gradient_bytes)} of {spilled} gradients"))
+        if tier.activation_bytes:
+            spilled = "spilled activations" if tier.tier == pb.TIER_NVME else "activations"
+            lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.activation_bytes)} of {spilled}"))
     lines += [text(line) for tier in response.tiers for line in _memory_lines(tier)]
     lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:

@@ -22,7 +22,10 @@ from storage.shard import DType, Kind
 
 
 class Source(Protocol):
-    """The bytes of one version of a slab or of a tensor's range; `version` is its step, `job` the name of its job."""
+    """The bytes of one version of a slab or of a tensor's range; `version` is its step, `job` the name of its job.
+
+    `dtype` is None for an activation, whose type the store does not know.
+    """
 
     @property
     def job(self) -> str: ...
@@ -34,7 +37,7 @@ class Source(Protocol):
     def version(self) -> int: ...
 
     @property
-    def dtype(self) -> DType: ...
+    def dtype(self) -> DType | None: ...
 
     async def piece(self, first_byte: int, nbytes: int) -> memoryview | bytes:
         """Return `nbytes` bytes from `first_byte` on. They are valid until the caller's next `await`.
@@ -79,7 +82,7 @@ class _LeaseSource:
     job: str
     size_bytes: int
     version: int
-    dtype: DType
+    dtype: DType | None
 
     async def piece(self, first_byte: int, nbytes: int) -> memoryview:
         check_held(self.lease)
@@ -117,7 +120,7 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
             version=lease.step,
             dtype=lease.dtype,
         )
-    if lease.gradient is not None:
+    if (parkable := lease.parkable) is not None:
         if lease.filled_bytes < lease.nbytes:
             raise ConflictError(
                 f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read before all of its "
@@ -126,10 +129,10 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
         return _LeaseSource(
             engine=engine,
             lease=lease,
-            job=lease.gradient.job,
+            job=parkable.job,
             size_bytes=lease.nbytes,
             version=0,
-            dtype=lease.gradient.dtype,
+            dtype=None if lease.gradient is None else lease.gradient.dtype,
         )
     if lease.mode is not LeaseMode.READ or lease.pin is None:
         raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")

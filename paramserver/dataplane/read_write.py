@@ -58,7 +58,8 @@ class Streams:
             raise InvalidRequestError(f"first_byte {opened.first_byte} is behind the end, {source.size_bytes}")
         if not opened.credit_bytes:
             raise InvalidRequestError("credit_bytes is 0; the first credit must allow to send something")
-        header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=DTYPE_TO_WIRE[source.dtype])
+        dtype = pb.DTYPE_UNSPECIFIED if source.dtype is None else DTYPE_TO_WIRE[source.dtype]
+        header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=dtype)
         credit = _Credit(opened.credit_bytes)
         with self._chunk_budget.open(session.session_id, source.job, urgency) as transfer:
             # The session may have ended while the source was opened. At that moment its end could not end this transfer

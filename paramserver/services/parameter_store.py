@@ -163,15 +163,17 @@ class ParameterStore:
             if isinstance(lease, DeviceLease):
                 if lease.lease_id in session.device_leases:
                     self._grants.device_copies.release(session, lease)
-            elif lease.gradient is not None and lease.recalls:
-                # The client knows this lease, and has parked its gradient.
-                self._engine.gradients.park(lease.gradient)
+            elif lease.parkable is not None and lease.recalls:
+                # The client knows this lease, and has parked what it is for.
+                self._engine.gradients.park(lease.parkable)
             elif not lease.void:
                 await self._grants.release(session, lease, publish=False, next_use=NEVER)
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease | DeviceLease:
         if want.HasField("range") or want.ranges:
             return await self._readers.acquire(session, want)
+        if want.HasField("activation"):
+            return await self._grants.acquire_activation(session, want.activation)
         return await self._grants.acquire(session, want)
 
     @needs(Right.SESSION)

@@ -103,6 +103,7 @@ class StoreView:
             info.leased_bytes = engine.host_cache.leased_bytes + engine.scratch.nbytes
             info.evictable_bytes = engine.host_cache.evictable_bytes
             info.gradient_bytes = engine.gradients.parked_bytes
+            info.activation_bytes = engine.gradients.activation_bytes_in_arena
             info.quarantined_bytes = self._sessions.quarantine.nbytes
             info.queue_depth += engine.queue.depth
             info.lent_bytes = engine.lent.used_bytes
@@ -116,6 +117,7 @@ class StoreView:
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.gradient_bytes = engine.gradients.spilled_bytes
+            info.activation_bytes = engine.gradients.spilled_activation_bytes
             info.damaged_blocks = engine.nvme.damaged_blocks
             info.bad_bytes = engine.nvme.bad_bytes
             info.scrubbed_bytes = engine.scrubber.bytes_read

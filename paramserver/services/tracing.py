@@ -81,7 +81,11 @@ class Traces:
 
 def read_counters(engine: Engine) -> pb.ReadCountersResponse:
     """Return one reading of the tiers' counters, over all jobs."""
-    return pb.ReadCountersResponse(tiers=[_counters(tier) for tier in engine.tiers], monotonic_seconds=time.monotonic())
+    return pb.ReadCountersResponse(
+        tiers=[_counters(tier) for tier in engine.tiers],
+        monotonic_seconds=time.monotonic(),
+        spilled_activation_bytes=engine.gradients.spilled_activations_ever,
+    )
 
 
 def _counters(tier: Tier) -> pb.ReadCountersResponse.TierCounters:

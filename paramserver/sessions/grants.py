@@ -20,14 +20,17 @@ from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError
-from storage.gradients import Gradient
+from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
+from storage.gradients import Activation, Gradient
 from storage.reader import StepReader
 from storage.shard import DType, Kind
 from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
 from storage.versions import Job
+
+# Without parked gradients, host memory has to have room for this many activations of each rank that are not parked.
+_ACTIVATIONS_AT_ONCE = 4
 
 
 class Grants:
@@ -141,26 +144,80 @@ class Grants:
             self._engine.gradients.free(gradient)
             raise ConflictError(f"the gradient of group {group!r} was leased by another call of this session meanwhile")
         lease = self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
-        lease.asks_to_park = self._host_quota.must_park(session.owner, job)
+        lease.asks_to_park = session.parks_gradients or self._host_quota.must_park(session.owner, job)
         return lease
 
-    async def _recall(self, session: Session, lease: Lease) -> Lease:
-        """Bring a parked gradient back to the arena, and return its lease.
+    async def acquire_activation(self, session: Session, use: pb.ActivationUse) -> Lease:
+        """Lease memory for an activation, or bring a parked one back and return its lease.
 
         Raises:
-            ConflictError: the gradient is not parked.
+            InvalidRequestError: the size is 0.
+            NotFoundError: the session does not hold the lease that it recalls, or ended meanwhile.
+            ConflictError: the lease is not for an activation that is parked, or the session has not opened a job.
+            BudgetExceededError: there is no room for the activation beside what steps need, or the session has too
+                many that are not parked.
+            StepAbortedError: a rank of the session's run is gone.
+            StorageError: see Engine.allocate_activation and Engine.recall.
+        """
+        session.require_run().check_whole()
+        job = await session.job()
+        if use.lease_id:
+            lease = session.lease(use.lease_id)
+            if lease.activation is None:
+                raise ConflictError(f"lease {lease.lease_id} ({lease.mode.value}) is not for an activation")
+            self._check_room(session, job, lease.nbytes)
+            needed = 0 if lease.activation.arena_range is not None else round_up(lease.nbytes)
+            async with self._host_quota.room_for(session.owner, job, needed):
+                return await self._recall(session, lease)
+        if not use.size_bytes:
+            raise InvalidRequestError("wants.activation.size_bytes is 0; an activation has bytes")
+        nbytes = convert.device_bytes(use.size_bytes)
+        self._check_room(session, job, nbytes)
+        async with self._host_quota.room_for(session.owner, job, round_up(nbytes)):
+            activation = await self._engine.allocate_activation(job, session.session_id, nbytes)
+        return self._grant(session, activation.label, LeaseMode.ACTIVATION, nbytes, None, None, activation=activation)
+
+    def _check_room(self, session: Session, job: Job, nbytes: int) -> None:
+        """Check that a rank may have so many more bytes of activations without parking them.
+
+        Raises:
+            BudgetExceededError: it may not.
+        """
+        size = round_up(nbytes)
+        admit = self._host_quota.admit_activation
+        share = admit(session.owner, job, nbytes, parks=session.parks_gradients)
+        if not session.parks_gradients and (share is None or share < _ACTIVATIONS_AT_ONCE * size):
+            # A rank parks the gradients only that it leases from now on.
+            is_free = not any(lease.gradient is not None and lease.is_written for lease in session.leases.values())
+            if is_free and (more := admit(session.owner, job, nbytes, parks=True)) is not None:
+                session.parks_gradients, share = True, more
+        taken = self._engine.gradients.unparked_bytes(session.session_id)
+        # With more than half of it, the ranges of activations could leave no run of free bytes for other requests.
+        if share is None or (taken and taken + size > share // 2):
+            raise BudgetExceededError(
+                f"host_budget has no room for {size} bytes of an activation of job {job.spec.name!r} beside what the "
+                f"steps of the jobs need, and {taken} of activations that this rank uses; raise host_budget, or "
+                "nvme_budget if activations are to be spilled"
+            )
+
+    async def _recall(self, session: Session, lease: Lease) -> Lease:
+        """Bring a parked gradient or activation back to the arena, and return its lease.
+
+        Raises:
+            ConflictError: it is not parked.
             NotFoundError: the lease ended meanwhile.
         """
-        if lease.gradient is None or not (lease.gradient.is_parked or lease.recall_failed):
-            raise ConflictError(f"the gradient of group {lease.group!r} is leased by this session already")
+        parkable = lease.parkable
+        if parkable is None or not (parkable.is_parked or lease.recall_failed):
+            raise ConflictError(f"{lease.what} is leased by this session already")
         lease.recalls += 1
         try:
-            await self._engine.recall_gradient(lease.gradient)
+            await self._engine.recall(parkable)
             session.lease(lease.lease_id)
         except BaseException:
             # The client does not know where the bytes are, so the gradient stays parked.
             lease.recall_failed = True
-            self._engine.gradients.park(lease.gradient)
+            self._engine.gradients.park(parkable)
             raise
         lease.recall_failed = False
         self._note_process(session, lease)
@@ -179,12 +236,23 @@ class Grants:
         pin: Pin | None,
         *,
         gradient: Gradient | None = None,
+        activation: Activation | None = None,
         slab: Slab | None = None,
         step: int = 0,
         shared: SharedRange | None = None,
     ) -> Lease:
         lease = Lease(
-            next(self._lease_ids), group, mode, nbytes, range_, pin, gradient, slab=slab, step=step, shared=shared
+            next(self._lease_ids),
+            group,
+            mode,
+            nbytes,
+            range_,
+            pin,
+            gradient,
+            activation,
+            slab=slab,
+            step=step,
+            shared=shared,
         )
         if session.state is SessionState.ENDED:
             self.release_range(lease, NEVER)
@@ -205,21 +273,22 @@ class Grants:
             session.process = self._processes.holder(session.slot)
 
     def park(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """Park the gradients of some leases: the client does not touch them until it acquires them again.
+        """Park the gradients and activations of some leases: the client does not touch them until it recalls them.
 
         Raises:
-            NotFoundError: the session does not hold one of the leases. No gradient is parked then.
-            ConflictError: a lease is not for a gradient. No gradient is parked then.
+            NotFoundError: the session does not hold one of the leases. Nothing is parked then.
+            ConflictError: a lease is for neither. Nothing is parked then.
         """
         leases = [session.lease(lease_id) for lease_id in lease_ids]
-        gradients = [lease.gradient for lease in leases if lease.gradient is not None]
-        if len(gradients) < len(leases):
-            other = next(lease for lease in leases if lease.gradient is None)
+        parkables = [lease.parkable for lease in leases if lease.parkable is not None]
+        if len(parkables) < len(leases):
+            other = next(lease for lease in leases if lease.parkable is None)
             raise ConflictError(
-                f"lease {other.lease_id} ({other.mode.value}) is not for a gradient; only those are parked"
+                f"lease {other.lease_id} ({other.mode.value}) is not for a gradient or an activation; only those are "
+                "parked"
             )
-        for gradient in gradients:
-            self._engine.gradients.park(gradient)
+        for parkable in parkables:
+            self._engine.gradients.park(parkable)
 
     # These methods concern the updates that use leased gradients, and the end of leases.
 
@@ -341,6 +410,8 @@ class Grants:
                 self._engine.gradients.free(lease.gradient)
             else:
                 self._engine.free_gradient(lease.gradient, lease.update)
+        elif lease.activation is not None:
+            self._engine.gradients.free(lease.activation)
         elif lease.shared is not None:
             self._shared_ranges.release(lease.shared)
         elif lease.pin is None:
@@ -352,11 +423,11 @@ class Grants:
         """End a lease whose range the client's process may still write to.
 
         Return the range, which the caller must keep from any other use until that process is gone. None is returned if
-        the gradient of the lease is not in the arena.
+        the gradient or activation of the lease is not in the arena.
         """
         lease.void = True
-        if lease.gradient is not None:
-            return self._engine.gradients.take_range(lease.gradient)
+        if lease.parkable is not None:
+            return self._engine.gradients.take_range(lease.parkable)
         if lease.pin is None:
             return self._engine.scratch.hand_over(lease.arena_range)
         return self._engine.take_staged(lease.pin)

@@ -70,6 +70,11 @@ class HostQuota:
         """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
         return self._engine.must_park(job, limits_of(self._quotas, principal, job.spec.name))
 
+    def admit_activation(self, principal: Principal, job: Job, nbytes: int, *, parks: bool) -> int | None:
+        """Return how many bytes of activations each rank may have unparked, or None; see `Engine.admit_activation`."""
+        limits = limits_of(self._quotas, principal, job.spec.name)
+        return self._engine.admit_activation(job, nbytes, limits, parks=parks)
+
     @asynccontextmanager
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:
         """Wait until the quotas of the job and the token have room for a lease of that many bytes.

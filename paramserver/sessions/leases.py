@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paramserver.sessions.shared_ranges import SharedRange
 from storage.engine import Pin
 from storage.errors import ConflictError
-from storage.gradients import Gradient
+from storage.gradients import Activation, Gradient, Parkable
 from storage.reader import StepReader
 from storage.shard import DType
 from storage.slab import Slab
@@ -39,6 +39,9 @@ class LeaseMode(enum.Enum):
     GRADIENT = "gradient"
     """Write the gradient of a group."""
 
+    ACTIVATION = "activation"
+    """Write and read an activation."""
+
     @property
     def is_for_writing(self) -> bool:
         """Whether the client may change the bytes."""
@@ -50,11 +53,13 @@ class Lease:
     """A session's right to a range of the arena.
 
     Attributes:
-        fixed_range: the range; None for a gradient, whose range changes.
-        group: the group of the slab or gradient. RANGE leases: what is read, for error texts.
+        fixed_range: the range; None for a gradient or an activation, whose range changes.
+        group: the group of the slab or gradient. RANGE and ACTIVATION leases: what it is, for error texts.
         gradient: GRADIENT leases: the gradient, which may be parked or spilled.
-        recalls: GRADIENT leases: how often the client has recalled the gradient.
-        recall_failed: GRADIENT leases: whether the last recall has failed, so that the client may repeat it.
+        activation: ACTIVATION leases: the activation, which may be parked or spilled.
+        recalls: GRADIENT and ACTIVATION leases: how often the client has recalled it.
+        recall_failed: GRADIENT and ACTIVATION leases: whether the last recall has failed, so that the client may repeat
+            it.
         filled_bytes: how many bytes, from the beginning, the client has written over streams. What is behind them may
             be bytes of another job, because a range is not cleared when it is leased.
         asks_to_park: GRADIENT leases: whether the client is asked to park the gradient.
@@ -77,6 +82,7 @@ class Lease:
     fixed_range: ArenaRange | None
     pin: Pin | None
     gradient: Gradient | None = None
+    activation: Activation | None = None
     asks_to_park: bool = False
     recalls: int = 0
     recall_failed: bool = False
@@ -91,37 +97,45 @@ class Lease:
     void: bool = False
 
     @property
+    def parkable(self) -> Parkable | None:
+        """The gradient or the activation of the lease; None: it has neither."""
+        return self.activation if self.gradient is None else self.gradient
+
+    @property
+    def what(self) -> str:
+        """The gradient or the activation, in error texts."""
+        return f"the gradient of group {self.group!r}" if self.activation is None else self.group
+
+    @property
     def arena_range(self) -> ArenaRange:
         """The range of the arena that the client may use.
 
         Raises:
-            ConflictError: the gradient is parked.
+            ConflictError: the gradient or the activation is parked.
         """
-        if self.gradient is None:
-            assert self.fixed_range is not None, "only gradients leave the arena"
+        if (parkable := self.parkable) is None:
+            assert self.fixed_range is not None, "only gradients and activations leave the arena"
             return self.fixed_range
-        if self.gradient.is_parked or self.gradient.arena_range is None:
-            raise ConflictError(
-                f"the gradient of group {self.group!r} is parked; acquire it again before its bytes are used"
-            )
-        return self.gradient.arena_range
+        if parkable.is_parked or parkable.arena_range is None:
+            raise ConflictError(f"{self.what} is parked; acquire it again before its bytes are used")
+        return parkable.arena_range
 
     @property
     def held_ranges(self) -> list[ArenaRange]:
-        """The ranges of the arena that the lease holds, also while its gradient is parked."""
-        range_ = self.fixed_range if self.gradient is None else self.gradient.arena_range
+        """The ranges of the arena that the lease holds, also while its gradient or activation is parked."""
+        range_ = self.fixed_range if self.parkable is None else self.parkable.arena_range
         return [] if range_ is None else [range_]
 
     @property
     def held_regions(self) -> list[Region]:
-        """The regions of spilled gradients that the lease holds."""
-        region = None if self.gradient is None else self.gradient.region
+        """The regions of a spilled gradient or activation that the lease holds."""
+        region = None if self.parkable is None else self.parkable.region
         return [] if region is None else [region]
 
     @property
     def is_written(self) -> bool:
         """Whether the client may write to the range now, or its device may."""
-        parked = self.gradient is not None and self.gradient.is_parked
+        parked = self.parkable is not None and self.parkable.is_parked
         return self.mode.is_for_writing and self.update is None and not parked
 
     @property

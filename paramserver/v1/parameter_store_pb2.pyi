@@ -485,7 +485,7 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step", "ranges", "device")
+        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step", "ranges", "device", "activation")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -494,6 +494,7 @@ class AcquireLeasesRequest(_message.Message):
         AS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
         RANGES_FIELD_NUMBER: _ClassVar[int]
         DEVICE_FIELD_NUMBER: _ClassVar[int]
+        ACTIVATION_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
@@ -502,12 +503,21 @@ class AcquireLeasesRequest(_message.Message):
         as_of_step: int
         ranges: _containers.RepeatedCompositeFieldContainer[TensorRange]
         device: DeviceUse
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TensorRange, _Mapping]]] = ..., device: _Optional[_Union[DeviceUse, _Mapping]] = ...) -> None: ...
+        activation: ActivationUse
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TensorRange, _Mapping]]] = ..., device: _Optional[_Union[DeviceUse, _Mapping]] = ..., activation: _Optional[_Union[ActivationUse, _Mapping]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     wants: _containers.RepeatedCompositeFieldContainer[AcquireLeasesRequest.Want]
     def __init__(self, session_id: _Optional[str] = ..., wants: _Optional[_Iterable[_Union[AcquireLeasesRequest.Want, _Mapping]]] = ...) -> None: ...
+
+class ActivationUse(_message.Message):
+    __slots__ = ("size_bytes", "lease_id")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    lease_id: int
+    def __init__(self, size_bytes: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class DeviceUse(_message.Message):
     __slots__ = ("next_use",)
@@ -988,7 +998,7 @@ class ReadCountersRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class ReadCountersResponse(_message.Message):
-    __slots__ = ("tiers", "monotonic_seconds")
+    __slots__ = ("tiers", "monotonic_seconds", "spilled_activation_bytes")
     class TierCounters(_message.Message):
         __slots__ = ("tier", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "fetch_seconds", "bytes_per_second")
         TIER_FIELD_NUMBER: _ClassVar[int]
@@ -1008,9 +1018,11 @@ class ReadCountersResponse(_message.Message):
         def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
     TIERS_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPILLED_ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[ReadCountersResponse.TierCounters]
     monotonic_seconds: float
-    def __init__(self, tiers: _Optional[_Iterable[_Union[ReadCountersResponse.TierCounters, _Mapping]]] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...
+    spilled_activation_bytes: int
+    def __init__(self, tiers: _Optional[_Iterable[_Union[ReadCountersResponse.TierCounters, _Mapping]]] = ..., monotonic_seconds: _Optional[float] = ..., spilled_activation_bytes: _Optional[int] = ...) -> None: ...
 
 class CollectSpansRequest(_message.Message):
     __slots__ = ("session_id", "ends")

@@ -265,8 +265,9 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLeases(self, request, context):
-        """Grants leases on ranges of the arena, all or none. Waits until the bytes to read are in the arena. For a gradient
-        that the session has parked, it returns the session's lease again, at the place where the bytes are then.
+        """Grants leases on ranges of the arena, all or none. Waits until the bytes to read are in the arena. For a gradient or
+        an activation that the session has parked, it returns the session's lease again, at the place where the bytes are
+        then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,8 +281,8 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request_iterator, context):
-        """Sends the bytes of a read lease or of a gradient, or of a range of a committed tensor, to a client that cannot map
-        the arena. The client sends the source and the first credit, then further credits as it consumes. The store answers
+        """Sends the bytes of a read lease, of a gradient or of an activation, or of a range of a committed tensor, to a client
+        that cannot map the arena. The client sends the source and the first credit, then further credits as it consumes. The store answers
         with the header, then chunks in order, never more bytes than it has credit for. Chunks are small until the first
         further credit shows that the client reads.
 
@@ -336,7 +337,7 @@ class ParameterStoreServicer:
         while there is room, and else writes it to NVMe and reads it back tile by tile for its update.
 
         A client recalls a gradient with AcquireLeases, which returns the same lease with the place where the bytes are
-        now. Parking a gradient twice has no effect. Returns at once.
+        now. Parking a gradient twice has no effect. Activations are parked and recalled in the same way. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -474,7 +474,7 @@ class GetTiersResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_budget_bytes: _Optional[int] = ..., loop_stalls: _Optional[int] = ..., longest_loop_stall_seconds: _Optional[float] = ...) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes", "lent_bytes", "lend_budget_bytes", "loans", "lenders")
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes", "gradient_bytes", "lent_bytes", "lend_budget_bytes", "loans", "lenders", "activation_bytes")
     class Loan(_message.Message):
         __slots__ = ("borrower", "token", "peer", "size_bytes", "used_bytes", "bytes_read", "bytes_written", "taken_back_bytes")
         BORROWER_FIELD_NUMBER: _ClassVar[int]
@@ -569,6 +569,7 @@ class TierInfo(_message.Message):
     LEND_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOANS_FIELD_NUMBER: _ClassVar[int]
     LENDERS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     budget_bytes: int
     used_bytes: int
@@ -596,7 +597,8 @@ class TierInfo(_message.Message):
     lend_budget_bytes: int
     loans: _containers.RepeatedCompositeFieldContainer[TierInfo.Loan]
     lenders: _containers.RepeatedCompositeFieldContainer[TierInfo.Lender]
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., lend_budget_bytes: _Optional[int] = ..., loans: _Optional[_Iterable[_Union[TierInfo.Loan, _Mapping]]] = ..., lenders: _Optional[_Iterable[_Union[TierInfo.Lender, _Mapping]]] = ...) -> None: ...
+    activation_bytes: int
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., gradient_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., lend_budget_bytes: _Optional[int] = ..., loans: _Optional[_Iterable[_Union[TierInfo.Loan, _Mapping]]] = ..., lenders: _Optional[_Iterable[_Union[TierInfo.Lender, _Mapping]]] = ..., activation_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
     __slots__ = ("interval_seconds",)

@@ -187,14 +187,14 @@ class HostTier:
         finally:
             deadline.cancel()
 
-    def try_allocate(self, nbytes: int, later_than: float) -> ArenaRange | None:
+    def try_allocate(self, nbytes: int, later_than: float | None, *, from_top: bool = False) -> ArenaRange | None:
         """Return a range without waiting, or None. Tasks that wait in `allocate` go first.
 
-        Only copies whose next use comes after position `later_than` are evicted.
+        Only copies whose next use comes after position `later_than` are evicted, or any copies if it is None.
         """
         if self._waiters:
             return None
-        return self._allocate(nbytes, from_top=False, later_than=later_than)
+        return self._allocate(nbytes, from_top=from_top, later_than=later_than)
 
     def allocate_free(self, nbytes: int) -> ArenaRange | None:
         """Return a range from the top of the free room, without waiting and without evicting any copy, or None."""

@@ -11,18 +11,33 @@ from trainer_client.section import Section
 from trainer_client.standing import Refused, WithoutEffect, is_absent
 
 _USERS_CHOICE = "the model runs as it is: call torch.utils.checkpoint or torch.compile in it"
+_IN_THE_ARENA = "boundaries that are moved lie in the store's host memory, which has their exact sizes"
 _COMMITS = "a checkpoint is a step that the ranks commit together in the store"
 
 
 class ActivationCheckpointingSection(Section):
-    """The settings of `deepspeed.checkpointing`, which a model has to call."""
+    """The boundaries of activation checkpoints, whether DeepSpeed's functions make them or torch's."""
 
-    partition_activations: bool = Field(default=False, description="divide activations among model-parallel ranks")
-    cpu_checkpointing: bool = Field(default=False, description="move them to host memory")
-    contiguous_memory_optimization: bool = Field(default=False, description="copy them into one buffer")
-    number_checkpoints: int | None = Field(default=None, description="number of buffers")
-    synchronize_checkpoint_boundary: bool = Field(default=False, description="wait for the device at each")
-    profile: bool = Field(default=False, description="log the times")
+    partition_activations: Annotated[
+        bool,
+        WithoutEffect(why="no ranks share an activation, because there is no model parallelism"),
+        Field(description="divide boundaries among model-parallel ranks"),
+    ] = False
+    cpu_checkpointing: bool = Field(
+        default=False,
+        description="move boundaries to the store's host memory, and to NVMe where that is full: "
+        "[large models](large-models.md#activations)",
+    )
+    contiguous_memory_optimization: Annotated[
+        bool, WithoutEffect(why=_IN_THE_ARENA), Field(description="copy boundaries into one buffer")
+    ] = False
+    number_checkpoints: Annotated[
+        int | None, WithoutEffect(why=_IN_THE_ARENA), Field(description="boundaries that the buffer is for")
+    ] = None
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="wait for the device at each boundary that is moved"
+    )
+    profile: bool = Field(default=False, description="log bytes and waits of the boundaries of each step")
 
 
 class CompileSection(Section):
@@ -109,11 +124,10 @@ class NebulaSection(Section):
 class ExecutionKeys(Section):
     """The keys of the config about running the model and writing checkpoints."""
 
-    activation_checkpointing: Annotated[
-        ActivationCheckpointingSection,
-        WithoutEffect(why=_USERS_CHOICE),
-        Field(description="settings of `deepspeed.checkpointing`, for models that call it"),
-    ] = ActivationCheckpointingSection()
+    activation_checkpointing: ActivationCheckpointingSection = Field(
+        default=ActivationCheckpointingSection(),
+        description="what becomes of the boundaries of activation checkpoints; the model makes them",
+    )
     compile: Annotated[CompileSection, WithoutEffect(why=_USERS_CHOICE), Field(description="DeepCompile")] = (
         CompileSection()
     )

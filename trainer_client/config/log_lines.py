@@ -18,6 +18,8 @@ from trainer_client.standing import WithoutEffect
 # The first stage at which a rank does not keep the state whole on its device.
 _OFFLOAD_STAGES = {"zero_optimization.offload_param": 3, "zero_optimization.offload_optimizer": 1}
 
+_NOT_MOVED = "no boundaries are moved, because activation_checkpointing.cpu_checkpointing is false"
+
 
 def keys_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the keys that are set to another value than their default and have no effect, with the reason of each."""
@@ -85,6 +87,8 @@ def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iter
             yield "paramserver.gpu_budget", f"at stage {stage} the whole parameters are on the device anyway"
         elif kind_of(config.paramserver.device) == CPU:
             yield "paramserver.gpu_budget", "the ranks compute on the CPU, which maps the store's memory"
+    if not config.offloads_activations:
+        yield from _about_boundaries(config)
     for name, section in config.offloads().items():
         if section.device != "none" and stage < _OFFLOAD_STAGES[name]:
             yield name, f"at stage {stage} every rank keeps this state on its device"
@@ -96,3 +100,13 @@ def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iter
             yield f"{name}.nvme_path", "the daemon at paramserver.address has its own directory"
         elif config.paramserver.state_dir is not None:
             yield f"{name}.nvme_path", "paramserver.state_dir is the daemon's directory"
+
+
+def _about_boundaries(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys about boundaries that are moved, in a config that moves none."""
+    for name in ("synchronize_checkpoint_boundary", "profile"):
+        if getattr(config.activation_checkpointing, name):
+            yield f"activation_checkpointing.{name}", _NOT_MOVED
+    for name in ("kept", "smallest"):
+        if name in config.paramserver.activations.model_fields_set:
+            yield f"paramserver.activations.{name}", _NOT_MOVED

@@ -61,6 +61,21 @@ class TlsSection(Section):
     key: Path | None = Field(default=None, description="PEM key of it; null: `$PARAMSERVER_TLS_KEY`")
 
 
+class ActivationsSection(Section):
+    """The boundaries of activation checkpoints in the store: [large models](large-models.md#activations)."""
+
+    offload: bool | None = Field(
+        default=None,
+        description="whether boundaries leave the device between forward and backward; null: as "
+        "`activation_checkpointing.cpu_checkpointing` says",
+    )
+    kept: ByteSize = Field(
+        default=ByteSize(0),
+        description="bytes of boundaries that stay on the device nevertheless, those that backward needs first",
+    )
+    smallest: ByteSize = Field(default=ByteSize(1 << 20), description="boundaries with fewer bytes stay on the device")
+
+
 class UnitsSection(Section):
     """The units, which are gathered and released as a whole; see unit_policy.py.
 
@@ -226,6 +241,9 @@ class ParamserverSection(Section):
     )
     units: UnitsSection = Field(default=UnitsSection(), description="what is gathered as a whole")
     tiling: TilingSection = Field(default=TilingSection(), description="layers larger than the memory for them")
+    activations: ActivationsSection = Field(
+        default=ActivationsSection(), description="boundaries of activation checkpoints in the store"
+    )
     gather: Literal["auto", "collective", "store"] = Field(
         default="auto",
         description="`collective`: all-gather between ranks; `store`: each rank reads all from its node's store",

@@ -67,6 +67,12 @@ class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, Preci
             value = None if value is None else getattr(value, key)
         return value
 
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether boundaries of activation checkpoints go to the store."""
+        offload = self.paramserver.activations.offload
+        return self.activation_checkpointing.cpu_checkpointing if offload is None else offload
+
     def store_address(self, environ: Mapping[str, str]) -> str | None:
         """Return the address of a daemon that an operator runs, or None if the job has to start one."""
         return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_client.lanes.lanes import WHOLE, Act, Copy, HostLanes, Lanes
+from trainer_client.lanes.lanes import WHOLE, Act, Copy, CopyAhead, HostLanes, Lanes
 
 _SLOTS = 2
 
@@ -148,6 +148,31 @@ class CopyOut:
             act()
 
 
+class SlotAhead:
+    """Bytes on their way into a slot that is theirs until they land."""
+
+    def __init__(self, lanes: DeviceLanes, slot: Slot, staged: torch.Tensor, filled: torch.Event) -> None:
+        self._lanes = lanes
+        self._slot = slot
+        self._staged: torch.Tensor | None = staged
+        self._filled = filled
+
+    @property
+    def is_done(self) -> bool:
+        return self._filled.query()
+
+    def land(self, target: torch.Tensor) -> None:
+        staged, self._staged = self._staged, None
+        assert staged is not None, "land or drop was called already"
+        self._lanes.land(target, staged, self._slot, self._filled)
+
+    def drop(self) -> None:
+        # What is copied to the slot next is work of the in-lane, as the copy to it is.
+        if self._staged is not None:
+            self._staged = None
+            self._lanes.give_back(self._slot)
+
+
 class StatesOut:
     """Copies to host memory that another thread than the trainer's begins, one thread at a time."""
 
@@ -228,6 +253,9 @@ class DeviceLanes:
         self._device = device
         self._in, self._comm, self._out, self._beside = (Lane(device) for _ in range(4))
         self._slots = deque(Slot(device, self._in) for _ in range(_SLOTS))
+        # The slots of `copy_ahead` that no bytes have, and all of them.
+        self._free_ahead: deque[Slot] = deque()
+        self._all_ahead: list[Slot] = []
         self._after_in: deque[_Owed] = deque()
         self._copies_out: deque[CopyOut] = deque()
         self._wait: Callable[[torch.Event], None] = torch.Event.synchronize
@@ -243,6 +271,27 @@ class DeviceLanes:
         self._wait_until_filled(compute, self._in.mark())
         target.copy_(staged.view(target.dtype))
         slot.note_drained(compute.record_event())
+
+    def copy_ahead(self, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> CopyAhead:
+        if not self._free_ahead:
+            self._all_ahead.append(Slot(self._device, self._in))
+            self._free_ahead.append(self._all_ahead[-1])
+        slot = self._free_ahead.popleft()
+        staged = slot.begin(source.nbytes)
+        self._fill(staged, source, pieces)
+        return SlotAhead(self, slot, staged, self._in.mark())
+
+    def land(self, target: torch.Tensor, staged: torch.Tensor, slot: Slot, filled: torch.Event) -> None:
+        """Copy the bytes of a slot to where they are used, when they are there, and give the slot back."""
+        compute = self._compute
+        self._wait_until_filled(compute, filled)
+        target.copy_(staged)
+        slot.note_drained(compute.record_event())
+        self.give_back(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot back for the next `copy_ahead`."""
+        self._free_ahead.append(slot)
 
     @contextmanager
     def gathering(
@@ -352,11 +401,12 @@ class DeviceLanes:
         # torch raises this if the device is lost. It copies nothing any more then.
         with suppress(RuntimeError):
             events = [self._in.mark(), self._comm.mark(), self._out.mark(), self._beside.mark()]
-            events += [slot.drained for slot in self._slots if slot.drained is not None]
+            slots = (*self._slots, *self._all_ahead)
+            events += [slot.drained for slot in slots if slot.drained is not None]
             while not (are_done := all(event.query() for event in events)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             # Threads of the session, which know these lanes, may end later. Two units of memory must not wait for them.
-            for slot in self._slots if are_done else ():
+            for slot in slots if are_done else ():
                 slot.free()
         self._after_in.clear()
         self._copies_out.clear()

@@ -30,6 +30,20 @@ class Copy(Protocol):
         """Wait until the bytes are in host memory."""
 
 
+class CopyAhead(Protocol):
+    """Bytes of host memory on their way to the device, before it is known where they are used."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the bytes have left host memory. It does not wait."""
+
+    def land(self, target: torch.Tensor) -> None:
+        """Fill `target` [n], uint8, on the device with the bytes. It does not wait; call it once at most."""
+
+    def drop(self) -> None:
+        """Give up the bytes, instead of `land`."""
+
+
 class CopiesBeside(Protocol):
     """Copies from the device to host memory that another thread begins, while the caller's thread goes on."""
 
@@ -53,6 +67,14 @@ class Lanes(Protocol):
         Args:
             target: the tensor to fill.
             source: as many bytes, uint8, which stay valid and unchanged until `after_copies_in` says so.
+            pieces: the slices of `source` that are copied one by one; see LeasedBytes.pieces.
+        """
+
+    def copy_ahead(self, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> CopyAhead:
+        """Begin to copy bytes of host memory to the device, beside what the device computes until `CopyAhead.land`.
+
+        Args:
+            source: the bytes, uint8, which stay valid and unchanged until `CopyAhead.is_done` says so.
             pieces: the slices of `source` that are copied one by one; see LeasedBytes.pieces.
         """
 
@@ -138,6 +160,25 @@ class _Done:
 _DONE = _Done()
 
 
+class _CopyOnLanding:
+    """Bytes that are copied when it is known where to."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source: torch.Tensor | None = source
+
+    @property
+    def is_done(self) -> bool:
+        return self._source is None
+
+    def land(self, target: torch.Tensor) -> None:
+        assert self._source is not None, "land or drop was called already"
+        target.copy_(self._source)
+        self._source = None
+
+    def drop(self) -> None:
+        self._source = None
+
+
 class _CopiesAtOnce:
     """Copies that are done when they are begun."""
 
@@ -154,6 +195,9 @@ class HostLanes:
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> None:
         target.copy_(source.view(target.dtype))
+
+    def copy_ahead(self, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> CopyAhead:
+        return _CopyOnLanding(source)
 
     @contextmanager
     def gathering(

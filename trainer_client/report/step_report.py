@@ -69,6 +69,8 @@ class StepReport:
         resources: the least seconds that each resource needed; see [Note: the roofline].
         binding: the resource that needed the most time.
         daemon_restarts: how often the store daemon was restarted in this step.
+        boundaries: bytes of the boundaries of activation checkpoints, if they may leave the device: `kept` there,
+            `moved` to the store, and `spilled` by the store to NVMe.
     """
 
     step: int
@@ -88,6 +90,7 @@ class StepReport:
     resources: Mapping[str, float]
     binding: str
     daemon_restarts: int
+    boundaries: Mapping[str, int]
 
     @property
     def stall_fraction(self) -> float:
@@ -140,6 +143,8 @@ class StepReport:
         shown = "" if rate is None else f" prefetch_hits={rate:.0%}"
         if self.daemon_restarts:
             shown += f" daemon_restarts={self.daemon_restarts}"
+        if any(self.boundaries.values()):
+            shown += " boundaries=" + ",".join(f"{name}:{nbytes}" for name, nbytes in self.boundaries.items())
         return (
             f"seconds={self.seconds:.3f} stalled={self.stall_fraction:.1%}{shown} "
             f"roofline={self.roofline_fraction:.2f} bound_by={self.binding}"
@@ -173,6 +178,7 @@ class StoreWork:
     nvme_write_seconds: float = 0.0
     fetch_seconds: float = 0.0
     device_bytes_per_second: float = 0.0
+    spilled_activations: int = 0
 
     @classmethod
     def between(cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse) -> StoreWork:
@@ -186,6 +192,7 @@ class StoreWork:
             nvme_write_seconds=max(0.0, nvme.write_seconds - was.write_seconds),
             fetch_seconds=max(0.0, host.fetch_seconds - old[tiers.HOST].fetch_seconds),
             device_bytes_per_second=nvme.bytes_per_second,
+            spilled_activations=max(0, after.spilled_activation_bytes - before.spilled_activation_bytes),
         )
 
 
@@ -258,6 +265,11 @@ def make_report(
         resources=resources,
         binding=max(resources, key=lambda resource: resources[resource]),
         daemon_restarts=sums.restarts,
+        boundaries={
+            "kept": sums.boundary_bytes["saved"] - sums.boundary_bytes["moved"],
+            "moved": sums.boundary_bytes["moved"],
+            "spilled": work.spilled_activations,
+        },
     )
 
 

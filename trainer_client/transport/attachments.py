@@ -499,6 +499,10 @@ class Attachments:
             "than paramserver.kept_gradients: raise that to go on here"
         )
 
+    def activations_lost(self) -> DaemonRestartedError:
+        """Return the error for activations that only the lost daemon had."""
+        return self._cannot("it had activations of this rank's forward, of which the rank has kept no copies")
+
     def _cannot(self, why: str) -> DaemonRestartedError:
         return DaemonRestartedError(
             grpc.StatusCode.UNAVAILABLE,

@@ -121,6 +121,10 @@ class Plane(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether leased bytes are the store's own memory."""
+
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         """Return a read lease with its bytes."""
 
@@ -145,6 +149,7 @@ class ArenaPlane:
     """The plane that views the shared arena: no bytes are copied or sent."""
 
     name = "arena"
+    is_mapped = True
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -174,6 +179,7 @@ class StreamPlane:
     """The plane that copies bytes between private buffers and the store in chunks, over gRPC streams."""
 
     name = "streams"
+    is_mapped = False
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -23,7 +23,7 @@ from paramserver.contract.bearer import TraceParent
 from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from trainer_client.errors import StoreError, StoreNotFoundError
+from trainer_client.errors import DaemonRestartedError, StoreError, StoreNotFoundError
 from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
@@ -113,6 +113,8 @@ class RankStore:
         self._job = pb.OpenJobRequest()
         # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
+        # A thread of its own reads activations over streams.
+        self._streamed = ThreadPoolExecutor(1, "paramserver-activations")
         self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
         self._wait_for_copies: Callable[[], None] = lambda: None
@@ -148,6 +150,7 @@ class RankStore:
         """End the session, and with it all leases; idempotent."""
         self._later_commits.close()
         self._hand_overs.shutdown(cancel_futures=True)
+        self._streamed.shutdown(wait=False, cancel_futures=True)
         self._attachments.close()
         self._later_commits.join()
 
@@ -480,20 +483,7 @@ class RankStore:
                 return None
             kept = self._attachments.journal.keep(group, leased.data)
 
-        def send() -> None:
-            """Make the bytes visible to the store and make the call; runs on the thread of `_hand_overs`."""
-            at.check()
-            if not is_sent:
-                at.plane.flush(leased)
-            at.check_leases()
-            try:
-                at.begin(at.stub.ParkGradients, pb.ParkGradientsRequest(lease_ids=[leased.lease_id])).result()
-            except grpc.RpcError as error:
-                # The lease may have been consumed or released before this call was made.
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise translate(error) from error
-
-        sent = Pending(self._hand_overs.submit(send), lambda _: None)
+        sent = Pending(self._hand_overs.submit(_send_to_park, at, leased, is_sent=is_sent), lambda _: None)
         parked = Parked(nbytes=leased.data.numel(), sent=sent)
         return LeasedBytes(
             lease_id=leased.lease_id,
@@ -541,6 +531,58 @@ class RankStore:
         if not former.has_data:
             raise self._attachments.gradient_lost(group)
         leased.data.copy_(former.data)
+
+    # These methods keep activations in the store. None of them is repeated with the next daemon.
+
+    def acquire_activation(self, nbytes: int) -> Pending[LeasedBytes]:
+        """Request a write lease for an activation. The result of `wait` raises StoreBudgetError if there is no room."""
+        at = self._attachments.current
+        future = _acquire_activation(at, pb.ActivationUse(size_bytes=nbytes))
+        return Pending(
+            future, lambda response: at.plane.open_write(response.leases[0]), release=partial(_release_granted, at)
+        )
+
+    def park_activation(self, leased: LeasedBytes) -> LeasedBytes:
+        """Park an activation, and return its lease without the bytes. It does not wait.
+
+        The caller must not touch the bytes of `leased` any more. The result can be recalled or released.
+
+        Raises:
+            DaemonRestartedError: its daemon is gone, and the activation with it.
+        """
+        at = self._attachments.current
+        if not at.owns(leased):
+            raise self.activations_lost()
+        sent = Pending(self._hand_overs.submit(_send_to_park, at, leased, is_sent=False), lambda _: None)
+        return LeasedBytes(
+            lease_id=leased.lease_id,
+            version=0,
+            data=torch.empty(0, dtype=torch.uint8),
+            plane=leased.plane,
+            parked=Parked(nbytes=leased.data.numel(), sent=sent),
+        )
+
+    def recall_activation(self, parked: LeasedBytes) -> Pending[LeasedBytes]:
+        """Request a parked activation, to read it; the lease stays the same one.
+
+        Over streams, a thread reads the bytes while the caller goes on.
+
+        Raises:
+            DaemonRestartedError: its daemon is gone, and the activation with it.
+        """
+        at = self._attachments.current
+        if not at.owns(parked):
+            raise self.activations_lost()
+        at.plane.flush(parked)
+        future = _acquire_activation(at, pb.ActivationUse(lease_id=parked.lease_id))
+        pending = Pending(future, lambda response: at.plane.open_read(response.leases[0]))
+        if parked.plane.is_mapped:
+            return pending
+        return Pending(self._streamed.submit(pending.wait), lambda leased: leased)
+
+    def activations_lost(self) -> DaemonRestartedError:
+        """Return the error for activations that only the lost daemon had."""
+        return self._attachments.activations_lost()
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -800,9 +842,27 @@ class RankStore:
         return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
 
 
+def _send_to_park(at: Attachment, leased: LeasedBytes, *, is_sent: bool) -> None:
+    """Make the bytes visible to the store unless they are, and park the lease; runs on the thread of hand-overs."""
+    at.check()
+    if not is_sent:
+        leased.plane.flush(leased)
+    at.check_leases()
+    try:
+        at.begin(at.stub.ParkGradients, pb.ParkGradientsRequest(lease_ids=[leased.lease_id])).result()
+    except grpc.RpcError as error:
+        # The lease may have been consumed or released before this call was made.
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise translate(error) from error
+
+
 def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
     at.check()
     return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
+
+
+def _acquire_activation(at: Attachment, use: pb.ActivationUse) -> Future[Any]:
+    return _acquire(at, [pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_WRITE, activation=use)])
 
 
 def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> LeasedBytes:

@@ -435,6 +435,15 @@ async def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     assert engine.host.queue_depth == 0
 
 
+def flip(engine: Engine, offset: int) -> None:
+    """Flip one bit of the data file."""
+    with (engine.config.state_dir / "data.0").open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
 class Fault:
     """A replacement of one function of `storage.syscalls` that counts its calls and can fail some of them."""
 

@@ -21,6 +21,7 @@ from tests.unit.storage.builders import (
     TILED,
     Layout,
     Training,
+    flip,
     held,
     held_up,
     on_nvme,
@@ -327,12 +328,3 @@ async def test_the_accounts_name_the_holders_of_spilled_gradients(
         _, nvme = await engine.accounts()
         assert nvme.held_bytes[Holder.UNDER_WAY] == gradient.nbytes and nvme.unexplained_bytes == 0
         engine.gradients.free(gradient)
-
-
-def flip(engine: Engine, offset: int) -> None:
-    """Flip one bit of the data file."""
-    with (engine.config.state_dir / "data.0").open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))

@@ -71,8 +71,8 @@ def configure(
     check_mpu("checkpointing.configure(mpu_=...)", mpu_)
     if checkpoint_in_cpu:
         raise ConfigError(
-            "checkpointing.configure(checkpoint_in_cpu=True) is not built: run the forward within "
-            "torch.autograd.graph.save_on_cpu() instead"
+            "checkpointing.configure(checkpoint_in_cpu=True) has no engine that it could be about: write "
+            '"activation_checkpointing": {"cpu_checkpointing": true} into the config of initialize() instead'
         )
     without_effect = {
         "partition_activations": partition_activations,

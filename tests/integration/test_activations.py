@@ -1,0 +1,354 @@
+"""Boundaries of activation checkpoints in the store: the same bits as on the device, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import trainer_client
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
+from tests.integration.support.training import Run, assert_bit_equal, launch, train_through_store
+from trainer_client.errors import DaemonRestartedError, StoreUnavailableError
+
+WIDTH = 64
+TOKENS = 2048
+BLOCKS = 12
+# Of a budget of 5 MiB, this model leaves less for boundaries than the 6 MiB that it has.
+SMALL = 5 * MIB
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
+    """A daemon with too little memory for all boundaries, and one with plenty."""
+    directory = tmp_path_factory.mktemp("activations")
+    with (
+        Daemon(directory / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as small,
+        Daemon(directory / "plenty", {"host_budget": 64 * MIB, "nvme_budget": "1GiB"}) as plenty,
+    ):
+        yield small, plenty
+
+
+class Block(nn.Module):
+    """A block whose inputs are of all kinds: not contiguous, integers, shared by all blocks, and views of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(
+        self, hidden: torch.Tensor, scale: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the next hidden state, transposed as `hidden` [WIDTH, TOKENS] is."""
+        if self.fails and torch.is_grad_enabled():
+            raise ArithmeticError("planted")
+        tokens = hidden.t()
+        mixed = tokens[chosen] * scale[: tokens.shape[0]] + part.sum() * 1e-6
+        return (tokens + torch.tanh(self.linear(mixed))).t()
+
+
+class Model(nn.Module):
+    """A model that checkpoints its blocks by itself."""
+
+    def __init__(self, *, reentrant: bool, checkpoints: Callable[..., Any] = checkpoint) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.checkpoint = checkpoints
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.changes_boundary = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(tokens).t()
+        scale = tokens.abs().mean(1, keepdim=True).expand(-1, WIDTH).contiguous()
+        chosen = tokens[:, 0].argsort()
+        for block in self.blocks:
+            before = hidden
+            hidden = self.checkpoint(block, hidden, scale, scale[7:], chosen, use_reentrant=self.reentrant)
+            if self.changes_boundary:
+                with torch.no_grad():
+                    before.add_(1.0)
+        return hidden.square().mean()
+
+
+def config(daemon: Daemon | None, job: str, *, offload: bool = True, **section: Any) -> dict[str, Any]:
+    nvme = {"device": "nvme"}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "activation_checkpointing": {"cpu_checkpointing": offload},
+        "paramserver": {
+            **({} if daemon is None else {"address": daemon.address}),
+            "job": job,
+            "durability": "step",
+            "activations": {"smallest": 1024},
+            **section,
+        },
+    }
+
+
+class Training:
+    """A training of the model, of which each micro-batch has other tokens."""
+
+    def __init__(self, given: dict[str, Any], *, reentrant: bool, accumulation: int = 1, **initialize: Any) -> None:
+        torch.manual_seed(1)
+        self.model = Model(reentrant=reentrant)
+        self.accumulation = accumulation
+        given = given | {"gradient_accumulation_steps": accumulation}
+        self.engine, *_ = trainer_client.initialize(model=self.model, config=given, **initialize)
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> None:
+        """Make a step of several forwards, whose losses have one backward pass each, the last forward's first."""
+        generator = torch.Generator().manual_seed(number)
+        batches = [torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(self.accumulation)]
+        for batch in batches:
+            loss = self.engine(batch)
+            self.engine.backward(loss)
+            self.losses.append(loss.item())
+            self.engine.step()
+
+    def finish(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Close the engine; return the losses and the weights."""
+        with self.engine:
+            return self.losses, self.engine.full_state_dict()
+
+
+def trained(steps: int, *arguments: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    training = Training(*arguments, **options)
+    for number in range(steps):
+        training.step(number)
+    return training.finish()
+
+
+def assert_same(
+    found: tuple[list[float], dict[str, torch.Tensor]], expected: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert [name for name, value in found[1].items() if not torch.equal(value, expected[1][name])] == []
+
+
+def assert_nothing_left(daemon: Daemon) -> None:
+    """Check that no activation, no gradient and no lease is left, and that a holder explains every byte."""
+    until = time.monotonic() + 30
+    while True:
+        with admin_of(daemon.address) as admin:
+            accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=30).accounts
+        found = [tier.gradient_bytes + tier.activation_bytes for tier in tiers(daemon.address)]
+        left = [
+            h for a in accounts for h in a.holdings if h.holder in ("leases", "under way", "quarantine") and h.bytes
+        ]
+        if not left and not any(found) and not any(a.unexplained_bytes for a in accounts):
+            return
+        assert time.monotonic() < until, (left, found, accounts)
+        time.sleep(0.05)
+
+
+CASES = [(True, 1), (False, 1), (True, 3), (False, 3)]
+
+
+@pytest.mark.parametrize(("reentrant", "accumulation"), CASES)
+def test_boundaries_in_host_memory_and_on_nvme_give_the_same_bits(
+    daemons: tuple[Daemon, Daemon], reentrant: bool, accumulation: int
+) -> None:
+    small, plenty = daemons
+    name, how = f"hand-{reentrant}-{accumulation}", {"reentrant": reentrant, "accumulation": accumulation}
+    expected = trained(2, config(plenty, f"{name}-device", offload=False), **how)
+    assert_same(trained(2, config(plenty, f"{name}-host"), **how), expected)
+    assert_same(trained(2, config(small, f"{name}-nvme"), **how), expected)
+    for daemon in daemons:
+        assert_nothing_left(daemon)
+
+
+def test_the_report_and_the_admin_tool_show_the_bytes(daemons: tuple[Daemon, Daemon]) -> None:
+    for daemon, is_small in zip(daemons, (True, False), strict=True):
+        training = Training(config(daemon, "shown"), reentrant=False)
+        with training.engine:
+            training.step(0)
+            report = training.engine.step_report()
+            assert report is not None
+            # Besides the hidden states there are the two shared tensors, each of which is moved once.
+            hidden, scale, chosen = (TOKENS * WIDTH * 4, TOKENS * WIDTH * 4, TOKENS * 8)
+            assert sum(report.boundaries[kind] for kind in ("kept", "moved")) == BLOCKS * hidden + scale + chosen
+            assert report.boundaries["moved"] >= 10 * hidden
+            assert bool(report.boundaries["spilled"]) is is_small
+            loss = training.engine(torch.randn(TOKENS, WIDTH))
+            host, nvme = tiers(daemon.address)
+            assert host.activation_bytes and bool(nvme.activation_bytes) is is_small
+            training.engine.backward(loss)
+            training.engine.step()
+        assert_nothing_left(daemon)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_gpt2_gives_the_same_bits_on_two_ranks_and_over_streams(
+    daemons: tuple[Daemon, Daemon], tmp_path: Path, checkpointing: Any
+) -> None:
+    runs = [
+        Run(
+            layers=6,
+            steps=3,
+            dropout=0.1,
+            accumulation=accumulation,
+            checkpointing=checkpointing,
+            prefer_streams=streams,
+            config=config(daemons[1], f"gpt2-{checkpointing}-{accumulation}-{streams}-{offload}", offload=offload),
+        )
+        for accumulation, streams in ((1, False), (3, True))
+        for offload in (False, True)
+    ]
+    results = launch(runs, 2, tmp_path)
+    for whole, moved in zip(results[::2], results[1::2], strict=True):
+        assert_bit_equal(moved, whole)
+    assert_nothing_left(daemons[1])
+
+
+def test_gpt2_in_bf16_gives_the_same_bits(daemons: tuple[Daemon, Daemon]) -> None:
+    found = [
+        train_through_store(
+            Run(
+                layers=4,
+                steps=3,
+                precision="bf16",
+                checkpointing="non-reentrant",
+                config=config(daemons[0], f"bf16-{offload}", offload=offload),
+            )
+        )
+        for offload in (False, True)
+    ]
+    assert_bit_equal(found[1], found[0])
+
+
+def test_errors_in_forward_and_evaluation_leave_nothing_and_change_nothing(daemons: tuple[Daemon, Daemon]) -> None:
+    small, plenty = daemons
+    expected = trained(2, config(plenty, "errors-device", offload=False), reentrant=False)
+    training = Training(config(small, "errors"), reentrant=False)
+    training.step(0)
+    batch = torch.randn(TOKENS, WIDTH)
+    cast(Block, training.model.blocks[9]).fails = True
+    with pytest.raises(ArithmeticError, match="planted"):
+        training.engine(batch)
+    cast(Block, training.model.blocks[9]).fails = False
+    before = tiers(small.address)[1].bytes_written
+    training.engine.eval()
+    with torch.no_grad():
+        training.engine(batch)
+    assert tiers(small.address)[1].bytes_written == before
+    # A forward with gradients whose graph is dropped gives its boundaries back.
+    del batch
+    training.engine(torch.randn(TOKENS, WIDTH))
+    training.engine.train()
+    training.step(1)
+    assert_same(training.finish(), expected)
+    assert_nothing_left(small)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_error_in_backward_leaves_nothing_and_the_job_resumes(
+    daemons: tuple[Daemon, Daemon], reentrant: bool
+) -> None:
+    expected = trained(2, config(daemons[1], f"backward-device-{reentrant}", offload=False), reentrant=reentrant)
+    job = config(daemons[0], f"backward-{reentrant}")
+    training = Training(job, reentrant=reentrant)
+    training.step(0)
+    loss = training.engine(torch.randn(TOKENS, WIDTH))
+    cast(Block, training.model.blocks[5]).fails = True
+    with pytest.raises(ArithmeticError, match="planted"):
+        training.engine.backward(loss)
+    training.engine.close_without_commit()
+    del loss
+    again = Training(job, reentrant=reentrant)
+    assert again.engine.resumed_step == 1
+    again.losses = expected[0][:1]
+    again.step(1)
+    assert_same(again.finish(), expected)
+    assert_nothing_left(daemons[0])
+
+
+def test_a_boundary_that_is_changed_in_place_is_torchs_error(daemons: tuple[Daemon, Daemon]) -> None:
+    training = Training(config(daemons[1], "changed"), reentrant=True)
+    training.model.changes_boundary = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        training.engine.backward(training.engine(torch.randn(TOKENS, WIDTH)))
+    training.engine.close_without_commit()
+    assert_nothing_left(daemons[1])
+
+
+def test_what_the_store_has_no_room_for_stays_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Daemon(tmp_path / "full", {"host_budget": SMALL, "nvme_budget": "4MiB"}) as daemon, ExitStack() as stack:
+        expected = trained(2, config(daemon, "full-device", offload=False), reentrant=False)
+        with admin_of(daemon.address) as admin:
+            admin.DeleteJob(admin_pb.DeleteJobRequest(job="full-device"), timeout=30)
+        stack.enter_context(caplog.at_level(logging.WARNING, "trainer_client.step.activations"))
+        assert_same(trained(2, config(daemon, "full"), reentrant=False), expected)
+        assert len([r for r in caplog.records if "stay on the device" in r.message]) == 1
+        assert_nothing_left(daemon)
+
+
+def test_the_daemon_is_killed_within_backward_and_the_job_resumes(tmp_path: Path) -> None:
+    budgets = {"host_budget": SMALL, "nvme_budget": "1GiB"}
+    with Daemon(tmp_path / "killed", budgets) as daemon:
+        expected = trained(2, config(daemon, "killed-device", offload=False), reentrant=False)
+        job = config(daemon, "killed")
+        training = Training(job, reentrant=False)
+        training.step(0)
+        training.engine.wait_for_commit()
+        loss = training.engine(torch.randn(TOKENS, WIDTH))
+        daemon.kill()
+        with Daemon(tmp_path / "killed", budgets) as again:
+            with pytest.raises((DaemonRestartedError, StoreUnavailableError), match="activations"):
+                training.engine.backward(loss)
+            training.engine.close_without_commit()
+            del loss
+            resumed = Training(job, reentrant=False)
+            assert resumed.engine.resumed_step == 1
+            resumed.losses = expected[0][:1]
+            resumed.step(1)
+            assert_same(resumed.finish(), expected)
+            assert_nothing_left(again)
+
+
+# torch.compile looks at `.grad` of a block's input.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_and_kept_bytes_give_the_same_bits(daemons: tuple[Daemon, Daemon]) -> None:
+    def run(job: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        training = Training(job, reentrant=False)
+        for block in training.model.blocks:
+            block.compile(backend="aot_eager")
+        for number in range(2):
+            training.step(number)
+        return training.finish()
+
+    expected = run(config(daemons[1], "compiled-device", offload=False))
+    assert_same(run(config(daemons[0], "compiled")), expected)
+    kept = config(daemons[0], "kept", activations={"smallest": 1024, "kept": 2 * MIB})
+    assert_same(trained(2, kept, reentrant=False), trained(2, config(daemons[1], "on", offload=False), reentrant=False))
+    assert_nothing_left(daemons[0])
+
+
+def test_the_settings_of_deepspeed(daemons: tuple[Daemon, Daemon], caplog: pytest.LogCaptureFixture) -> None:
+    given = config(daemons[1], "settings")
+    given["activation_checkpointing"] |= {"profile": True, "partition_activations": True, "number_checkpoints": 4}
+    given["activation_checkpointing"] |= {"synchronize_checkpoint_boundary": True}
+    with caplog.at_level(logging.INFO):
+        trained(1, given, reentrant=False)
+    text = caplog.text
+    assert "boundaries of step 1:" in text
+    assert "activation_checkpointing.partition_activations" in text
+    assert "activation_checkpointing.number_checkpoints" in text
+    assert_nothing_left(daemons[1])
