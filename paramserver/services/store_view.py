@@ -30,7 +30,7 @@ from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
 from storage.tiers.lent import Loan
-from storage.tiers.remote import LenderInfo
+from storage.tiers.source import LenderInfo
 from storage.upkeep import HeldStep
 
 

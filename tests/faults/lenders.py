@@ -79,6 +79,10 @@ class LendingDaemon:
             self._lend("1MiB" if kind == "shrink" else "0")
             self.recovery = lambda: self._lend("32MiB")
 
+    def kill(self) -> None:
+        """End the lender, also one that is stopped."""
+        self.daemon.kill()
+
     def recover(self) -> None:
         """Undo the last hit, if there is one."""
         if self.recovery is not None:
@@ -180,7 +184,7 @@ def play(directory: Path, kinds: list[str], steps: int, whole: Any, rng: random.
         lenders = [LendingDaemon(directory / f"lender-{number}") for number in range(LENDERS)]
         for lender in lenders:
             # The lender's process changes when it is started again, so the present one is looked up at the end.
-            stack.callback(lambda lender=lender: lender.daemon.kill())
+            stack.callback(LendingDaemon.kill, lender)
         remote = {
             "lenders": [lender.address for lender in lenders],
             "budget": "48MiB",

@@ -98,7 +98,7 @@ def test_a_borrower_may_borrow_and_nothing_else_and_a_job_may_not(tmp_path: Path
     with Daemon(tmp_path / "lender", {"lend_budget": "4MiB", "token_file": str(tokens)}) as lender:
         with channel_to(lender.address, token=borrower) as channel:
             store, admin = ParameterStoreStub(channel), StoreAdminStub(channel)
-            refused = [
+            refused: list[Callable[[], Any]] = [
                 lambda: next(
                     store.Session(iter([pb.SessionRequest(hello=pb.SessionRequest.Hello(client="c"))]), timeout=10)
                 ),
@@ -133,7 +133,11 @@ class Borrower:
         requests.put(pb.BorrowMemoryRequest(borrower="b", size_bytes=size_bytes))
         self.loan = self._store.BorrowMemory(iter(requests.get, None), timeout=60)
         self.granted = next(self.loan)
-        self.close = lambda: requests.put(None)
+        self._requests = requests
+
+    def close(self) -> None:
+        """Close the stream, which ends the loan."""
+        self._requests.put(None)
 
     def access(self, *messages: pb.AccessLoanRequest) -> Any:
         opening = pb.AccessLoanRequest(open=pb.AccessLoanRequest.Open(loan_id=self.granted.loan_id))

@@ -390,9 +390,9 @@ def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
 async def opened(
     state_dir: Path,
     volatile: Sequence[BackingTier[Any]] = (),
-    /,
     lenders: Sequence[Lender] = (),
     on_lender: Callable[[str, str], None] = lambda _address, _text: None,
+    /,
     **changes: Any,
 ) -> AsyncIterator[Engine]:
     """Open an engine; at the end of the block check that nothing leaked, and close it."""

@@ -61,7 +61,7 @@ async def paired(directory: Path, lend_bytes: int = 16 * MIB, **changes: Any) ->
         lender = LenderInProcess(lending.lent)
         settings = ROOM_FOR_TILED | QUICK | changes
         told = lambda address, text: events.append(f"{address}: {text}")  # noqa: E731
-        async with opened(directory / "borrower", lenders=[lender], on_lender=told, **settings) as borrower:
+        async with opened(directory / "borrower", (), [lender], told, **settings) as borrower:
             pair = Pair(borrower, lending, lender, events)
             await pair.borrowed()
             yield pair
