@@ -21,7 +21,7 @@ TORCH := 2.13.0
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
   fuzz readers restarts mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
   bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
-  bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
+  bench-activations bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -173,6 +173,9 @@ bench-width: venv ## Measure a step of a model whose one layer is four times the
 
 bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one host budget (110 GB of disk); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.depth --results
+
+bench-activations: venv ## Measure memory and steps with boundaries of checkpoints in memory, in the store and on NVMe; updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.activations --results
 
 bench-gpu: venv ## Measure a step on a GPU beside plain PyTorch, FSDP2 (DEEPSPEED=DIR: and DeepSpeed); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.gpu --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))

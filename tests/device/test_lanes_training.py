@@ -30,6 +30,8 @@ from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import RankStore
 
 # `make mutants` sets this, to run each case under each schedule; otherwise each case runs under two of them.
 THOROUGH = "PARAMSERVER_ALL_SCHEDULES"
@@ -283,3 +285,24 @@ def test_accumulated_gradients_leave_the_device_once_in_a_step(configs: Configs)
     once = copied(1)
     assert once > 0
     assert copied(4) < 1.01 * once
+
+
+@pytest.mark.parametrize(("schedule", "checkpointing"), [("all late", "reentrant"), ("random", "non-reentrant")])
+def test_boundaries_of_checkpoints_in_the_store_have_the_same_bits(
+    configs: Configs, schedule: str, checkpointing: Any
+) -> None:
+    run = Run(steps=2, layers=4, accumulation=2, checkpointing=checkpointing, config=configs())
+    section = {"activations": {"offload": True, "smallest": 1024}}
+    moved = replace(run, config=configs(paramserver=section))
+    parked: list[int] = []
+    park = RankStore.park_activation
+
+    def count(store: RankStore, leased: LeasedBytes) -> LeasedBytes:
+        parked.append(leased.nbytes)
+        return park(store, leased)
+
+    with mock.patch.object(RankStore, "park_activation", count):
+        found = train(moved, schedule)
+    # In each forward all boundaries leave but for the newest one or two.
+    assert len(parked) >= 2 * 2 * (4 - 2)
+    assert_bit_equal(found, train(run, "nothing late"))

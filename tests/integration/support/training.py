@@ -226,7 +226,7 @@ def _model_of(run: Run) -> nn.Module:
     )
     model = GPT2LMHeadModel(config).train()
     if run.checkpointing != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": run.checkpointing == "reentrant"})
+        model.activation_checkpointing_enable({"use_reentrant": run.checkpointing == "reentrant"})
     return model
 
 
