@@ -41,7 +41,7 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.measure import BenchmarkError, Progress
 from trainer_client.recorder import Cause
 
@@ -193,8 +193,6 @@ def measure(task: Task, directory: Path, *, rounds: int, steps: int, progress: P
             turns[name].append(_turn(task, name, directory, steps))
     medians = {name: statistics.median(s for turn in turns[name] for s in turn["seconds"]) for name in NAMES}
     return {
-        "machine": machine.describe(directory),
-        "provenance": machine.provenance(),
         "parameters": asdict(task) | {"rounds": rounds, "steps": steps},
         "boundary_bytes": task.boundary_bytes,
         "contestants": {
@@ -264,15 +262,15 @@ def main(
         typer.echo(json.dumps(figures))
         return
     task, rounds, steps = (QUICK, 1, 2) if quick else (FULL, rounds, steps)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result = measure(task, directory, rounds=rounds, steps=steps, progress=Console(stderr=True).print)
-    except (BenchmarkError, OSError) as error:
-        typer.echo(f"bench-activations: {error}", err=True)
-        raise typer.Exit(1) from None
-    title = "Boundaries of activation checkpoints"
-    report.conclude(
-        "activations", title, result, markdown(result), "make bench-activations", as_json=as_json, results=results
+    report.run(
+        "activations",
+        "Boundaries of activation checkpoints",
+        "bench-activations",
+        lambda: measure(task, directory, rounds=rounds, steps=steps, progress=Console(stderr=True).print),
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
     )
 
 

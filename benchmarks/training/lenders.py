@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import machine, report
+from benchmarks.common import report
 from benchmarks.common.machine import ROOT
 from benchmarks.common.namespaces import NamespaceError, shape, switched
 from benchmarks.common.store_daemon import StoreDaemon, started
@@ -62,8 +62,6 @@ def measure(links: Sequence[float], arguments: argparse.Namespace) -> dict[str, 
                 found[f"{link:g} GB/s, {use}"] = {"link": link, "use": use, "unshaped": problem, **figures}
     parameters = sum(p.numel() for block in blocks_of(arguments) for p in block.parameters())
     return {
-        "machine": machine.describe(ROOT),
-        "provenance": machine.provenance(),
         "state_bytes": 12 * parameters,
         "pairs": arguments.pairs,
         "steps": arguments.steps,
@@ -185,13 +183,17 @@ def main(
     arguments = argparse.Namespace(width=1024, layers=24, batch=64, steps=4, pairs=pairs)
     if quick:
         arguments = argparse.Namespace(width=512, layers=4, batch=16, steps=2, pairs=1)
-    try:
-        result = measure(LINKS[:1] if quick else LINKS, arguments)
-    except NamespaceError as error:
-        typer.echo(f"bench-remote: network namespaces cannot be made: {error}", err=True)
-        raise typer.Exit(1) from None
-    title = "States in the memory of other nodes"
-    report.conclude("remote", title, result, markdown(result), "make bench-remote", as_json=as_json, results=results)
+    report.run(
+        "remote",
+        "States in the memory of other nodes",
+        "bench-remote",
+        lambda: measure(LINKS[:1] if quick else LINKS, arguments),
+        markdown,
+        directory=ROOT,
+        as_json=as_json,
+        results=results,
+        errors=(NamespaceError,),
+    )
 
 
 if __name__ == "__main__":
