@@ -67,7 +67,7 @@ _CHANGED = (
     "the model saved for backward, or that it passed to torch.utils.checkpoint, was changed after that"
 )
 
-# What identifies the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
+# The identity of the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
 _Key = tuple[StorageWeakRef, int, int, int]
 
 
@@ -196,9 +196,9 @@ class Activations:
         self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
         self._released: Pending[None] | None = None
         self._depth = _Depth()
-        # How many boundaries have left the device in this forward, and in the last one.
+        # The numbers of boundaries that have left the device in this forward, and in the last one.
         self._sent = self._sent_before = 0
-        # The size from which on the store has refused boundaries in this step; None: it has refused none.
+        # The size from which on the store has refused boundaries in this step; None if it has refused none.
         self._refused_bytes: int | None = None
         self._has_warned = False
         self._sums = _Sums()
@@ -236,7 +236,7 @@ class Activations:
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         """Return what torch keeps for a tensor that it saves."""
         if not self._may_leave(tensor) or not _is_saved_by_checkpoint():
-            # A tensor that is no leaf refers to the node that saves it, and would keep it alive for ever.
+            # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
             return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         self._collect()
         if self._synchronizes:
