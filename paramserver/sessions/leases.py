@@ -98,7 +98,7 @@ class Lease:
 
     @property
     def parkable(self) -> Parkable | None:
-        """The gradient or the activation of the lease; None: it has neither."""
+        """The gradient or the activation of the lease; None if it has neither."""
         return self.activation if self.gradient is None else self.gradient
 
     @property

@@ -23,7 +23,7 @@ from trainer_client.errors import DaemonRestartedError, StoreUnavailableError
 WIDTH = 64
 TOKENS = 2048
 BLOCKS = 12
-# Of a budget of 5 MiB, this model leaves less for boundaries than the 6 MiB that it has.
+# The model leaves less of such a budget than the 6 MiB that its boundaries have.
 SMALL = 5 * MIB
 
 

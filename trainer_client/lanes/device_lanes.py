@@ -167,7 +167,7 @@ class SlotAhead:
         self._lanes.land(target, staged, self._slot, self._filled)
 
     def drop(self) -> None:
-        # What is copied to the slot next is work of the in-lane, as the copy to it is.
+        # The next copy to the slot is work of the in-lane, too, so it comes after this one.
         if self._staged is not None:
             self._staged = None
             self._lanes.give_back(self._slot)

@@ -67,7 +67,7 @@ _CHANGED = (
     "the model saved for backward, or that it passed to torch.utils.checkpoint, was changed after that"
 )
 
-# What identifies the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
+# The identity of the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
 _Key = tuple[StorageWeakRef, int, int, int]
 
 
@@ -192,12 +192,13 @@ class Activations:
         self._parking: deque[LeasedBytes] = deque()
         # A lease that was requested before a boundary needs it, with its size.
         self._next_lease: tuple[int, Pending[LeasedBytes]] | None = None
-        # The leases that the device may still copy from.
+        # The leases that the device may still copy from, and the last call that has released some of them.
         self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
+        self._released: Pending[None] | None = None
         self._depth = _Depth()
-        # How many boundaries have left the device in this forward, and in the last one.
+        # The numbers of boundaries that have left the device in this forward, and in the last one.
         self._sent = self._sent_before = 0
-        # The size from which on the store has refused boundaries in this step; None: it has refused none.
+        # The size from which on the store has refused boundaries in this step; None if it has refused none.
         self._refused_bytes: int | None = None
         self._has_warned = False
         self._sums = _Sums()
@@ -235,7 +236,7 @@ class Activations:
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         """Return what torch keeps for a tensor that it saves."""
         if not self._may_leave(tensor) or not _is_saved_by_checkpoint():
-            # A tensor that is no leaf refers to the node that saves it, and would keep it alive for ever.
+            # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
             return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         self._collect()
         if self._synchronizes:
@@ -419,9 +420,12 @@ class Activations:
             try:
                 return (pending or self._recall(boundary)).wait()
             except StoreBudgetError:
-                # Others that were recalled have its room.
+                # Others that were recalled have its room, or those that have landed still had it.
                 self._depth.limit()
                 self._park_others()
+                self._finish_parking()
+                if self._released is not None:
+                    self._released.wait()
                 return self._recall(boundary).wait()
         except StoreUnavailableError as error:
             if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
@@ -452,8 +456,13 @@ class Activations:
             if each.ahead is not None or (each.leaving is not None and not each.leaving.is_done) or each.is_changed:
                 continue
             try:
-                if each.coming is None:
+                is_refused = each.coming is not None and each.coming.has_failed
+                if each.coming is None or is_refused:
                     each.coming = self._recall(each)
+                    if is_refused:
+                        # Those that are needed later must not have the room before this one.
+                        self._depth.limit()
+                        return
                 elif number == 0 and each.coming.is_answered and self._device.type != CPU:
                     pending, each.coming = each.coming, None
                     self._begin_ahead(each, pending.wait())
@@ -473,6 +482,7 @@ class Activations:
             pending, boundary.coming = boundary.coming, None
             try:
                 boundary.lease = self._store.park_activation(pending.wait())
+                self._parking.append(boundary.lease)
             except StoreBudgetError:
                 continue
 
@@ -503,10 +513,10 @@ class Activations:
     def _release_landed(self) -> None:
         landing, self._landing = self._landing, []
         for ahead, lease in landing:
-            if ahead.is_done:
-                self._store.release_quietly([lease])
-            else:
+            if not ahead.is_done:
                 self._landing.append((ahead, lease))
+            elif self._store.is_current(lease):
+                self._released = self._store.release([lease])
 
 
 class _Depth:

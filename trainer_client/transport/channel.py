@@ -218,6 +218,11 @@ class Pending(Generic[T]):
         """Whether `wait` would return or raise at once."""
         return bool(self._future.done())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+        return self.is_answered and (self._future.cancelled() or self._future.exception() is not None)
+
     def wait(self) -> T:
         """Wait for the result and return it.
 
