@@ -94,11 +94,14 @@ def test_commands_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
         ("other = 1", "unknown key 'other'"),
         ("token = [1]", "token 1: the entry"),
         ('[[token]]\nname = "a"', "token 1: sha256: Field required"),
-        (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "root"', "token 1: role: Input should be 'admin' or 'job'"),
+        (
+            f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "root"',
+            "token 1: role: Input should be 'admin', 'job' or 'borrower'",
+        ),
         (f'[[token]]\nname = "a b"\nsha256 = "{SHA}"\nrole = "admin"', "token 1: name"),
         ('[[token]]\nname = "a"\nsha256 = "secret"\nrole = "admin"', "token 1: sha256"),
         (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "job"', "of role job names its jobs"),
-        (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "admin"\njobs = ["x"]', "of role admin none"),
+        (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "admin"\njobs = ["x"]', "of another role none"),
         (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "job"\njobs = ["\\u0007"]', "is not printable"),
         (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "admin"\nexpires = 2030-01-01T00:00:00', "timezone"),
         (f'[[token]]\nname = "a"\nsha256 = "{SHA}"\nrole = "admin"\ncolour = 1', "token 1: colour: Extra inputs"),
@@ -166,7 +169,7 @@ def test_the_commands_print_a_token_once(tmp_path: Path) -> None:
     assert run("remove", path, "--name", "a") == (0, "")
     for wrong in (["add", path, "--name", "b"], ["add", path, "--name", "b", "--admin", "--job", "x"]):
         code, said = run(*wrong)
-        assert code == 2 and "either --admin or --job" in said
+        assert code == 2 and "one of --admin, --job NAME and --borrow" in said
     assert run("remove", path, "--name", "a")[0] == 2
     assert run("list", str(tmp_path / "none"))[0] == 2
     assert run("add", str(tmp_path / "no" / "t.toml"), "--name", "x", "--admin")[0] == 1
