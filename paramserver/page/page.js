@@ -254,6 +254,7 @@ function updateTier(entry, tier) {
     asked ? `${share(tier.hits / asked)} of ${count(asked)} reads were served from here` : "",
     tier.name === "host" ? "" : `read ${bytes(tier.read_bytes)}, written ${bytes(tier.written_bytes)} since the start`,
     `queue ${count(tier.queue)}`,
+    tier.gradient_bytes ? `${bytes(tier.gradient_bytes)} of ${tier.name === "nvme" ? "spilled" : "parked"} gradients` : "",
     tier.damaged_blocks ? `${count(tier.damaged_blocks)} reads found damage` : "",
     tier.detail,
   ];
