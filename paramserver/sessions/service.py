@@ -134,7 +134,7 @@ class SessionService:
             return self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
         session = self._sessions.get(hello.session_id)
         check_owner(visitor.owner, session.owner)
-        self._sessions.take_up(session, visitor.peer, stream)
+        self._sessions.take_up(session, visitor, stream)
         return session
 
     def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:
