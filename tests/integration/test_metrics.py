@@ -119,7 +119,7 @@ def test_parked_gradients_are_counted_on_the_tier_that_has_them(tmp_path: Path) 
 
     with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
         rank = clients.rank(layout).begin()
-        leases = []
+        leases: list[pb.Lease] = []
         for group in layout.groups:
             assert sum(gradients()) == len(leases) * round_up(4 * numel)
             leases.append(rank.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=1))
