@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from storage.errors import StorageError
+from storage.errors import NotFoundError, StorageError
 
 
 class UnavailableError(StorageError):
     """The daemon cannot serve this request now; the same request can succeed later, or after a restart."""
+
+
+class UnknownSessionError(NotFoundError):
+    """A client wants to resume a session that this daemon does not have: it has ended, or an earlier daemon had it.
+
+    Args:
+        text: the message.
+        epoch: the daemon's epoch, which tells the client which of the two it is.
+    """
+
+    def __init__(self, text: str, epoch: str) -> None:
+        super().__init__(text)
+        self.epoch = epoch
 
 
 class LateError(StorageError):

@@ -37,4 +37,4 @@ def job_names(context: typer.Context, incomplete: str) -> list[str]:
     return []
 
 
-Job = Annotated[str, typer.Argument(help="Name of the job.", autocompletion=job_names)]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", autocompletion=job_names)]

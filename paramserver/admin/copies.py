@@ -16,7 +16,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def evict(
-    job: Annotated[str, typer.Argument(help="Name of the job.", autocompletion=job_names)] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", autocompletion=job_names)] = "",
     all_jobs: Annotated[bool, typer.Option("--all", help="All jobs, instead of one.")] = False,
     address: Address = None,
     as_json: AsJson = False,

@@ -98,7 +98,7 @@ def backup(
 
 
 def restore(
-    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")],
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The backup: a directory, or a URL.")],
     step: Annotated[int | None, typer.Option(min=0, help="The step; that of the newest backup by default.")] = None,
     address: Address = None,

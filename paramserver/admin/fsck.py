@@ -19,7 +19,7 @@ from paramserver.contract.printable import printable
 
 
 def fsck(
-    state_dir: Annotated[Path, typer.Argument(help="The state directory, which no daemon uses.")],
+    state_dir: Annotated[Path, typer.Argument(metavar="STATE_DIR", help="The state directory, which no daemon uses.")],
     nvme_dir: Annotated[
         list[Path] | None,
         typer.Option(help="Directory of a data file that is not where the catalog saw it last; may be repeated."),

@@ -19,7 +19,7 @@ from paramserver.admin.connection import (
 from paramserver.admin.nodes import Question, run
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
-Name = Annotated[str, typer.Argument(help="Name of the kept step.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the kept step.")]
 
 
 def kept(job: Job, address: Address = None, as_json: AsJson = False) -> None:

@@ -15,7 +15,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 def rollback(
     job: Job,
-    step: Annotated[int, typer.Argument(min=0, help="A retained step; `versions` shows them.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="A retained step; `versions` shows them.")],
     address: Address = None,
     as_json: AsJson = False,
     yes: Yes = False,

@@ -25,7 +25,8 @@ _OnProgress = Callable[[str, admin_pb.VerifyResponse], None]
 
 def verify(
     job: Annotated[
-        str, typer.Argument(help="Name of the job; all jobs if it is left out.", autocompletion=job_names)
+        str,
+        typer.Argument(metavar="JOB", help="Name of the job; all jobs if it is left out.", autocompletion=job_names),
     ] = "",
     address: Address = None,
     as_json: AsJson = False,

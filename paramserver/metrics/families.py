@@ -57,6 +57,7 @@ class Figure(Generic[ReadingT]):
 _HOST, _NVME = (pb.TIER_HOST,), (pb.TIER_NVME,)
 _GPU_AND_HOST = (pb.TIER_GPU, pb.TIER_HOST)
 _COPIES = (pb.TIER_GPU, pb.TIER_HOST, pb.TIER_REMOTE)
+_HOST_AND_NVME = (pb.TIER_HOST, pb.TIER_NVME)
 
 TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     Figure("tier_budget_bytes", "The tier's budget.", lambda tier: tier.budget_bytes),
@@ -94,6 +95,12 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
         "Bytes of the present loans that were taken back.",
         lambda tier: sum(loan.taken_back_bytes for loan in tier.loans),
         tiers=_HOST,
+    ),
+    Figure(
+        "tier_gradient_bytes",
+        "Bytes of the gradients that clients have parked, by the tier that has them: nvme has those that were spilled.",
+        lambda tier: tier.gradient_bytes,
+        tiers=_HOST_AND_NVME,
     ),
     Figure("tier_queue_depth", "Requests that wait or are under way.", lambda tier: tier.queue_depth),
     Figure("tier_problems", "Problems of the tier; with any, it is degraded.", lambda tier: len(tier.problems)),

@@ -202,6 +202,7 @@ def _describe_tier(tier: admin_pb.TierInfo) -> Document:
         "leased_bytes": tier.leased_bytes,
         "evictable_bytes": tier.evictable_bytes,
         "quarantined_bytes": tier.quarantined_bytes,
+        "gradient_bytes": tier.gradient_bytes,
         "bad_bytes": tier.bad_bytes,
         "free_bytes": max(0, tier.budget_bytes - tier.used_bytes),
         "queue": tier.queue_depth,

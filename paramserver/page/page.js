@@ -12,23 +12,25 @@ const $ = (id) => document.getElementById(id);
 
 // --- numbers for people
 
+// Number and unit stay on one line.
+const GAP = "\u00a0";
 const digits = (value) => (value >= 99.95 ? value.toFixed(0) : value >= 9.995 ? value.toFixed(1) : value.toFixed(2));
 
 function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
   while (value >= 1023.5 && unit < units.length - 1) { value /= 1024; unit += 1; }
-  return `${unit === 0 ? Math.round(value) : digits(value)} ${units[unit]}`;
+  return `${unit === 0 ? Math.round(value) : digits(value)}${GAP}${units[unit]}`;
 }
 
 const speed = (value) => `${bytes(value)}/s`;
 const count = (value) => Math.round(value).toLocaleString("en");
-const share = (part) => `${part > 0 && part < 0.01 ? "<1" : Math.round(100 * part)} %`;
+const share = (part) => `${part > 0 && part < 0.01 ? "<1" : Math.round(100 * part)}${GAP}%`;
 
 function seconds(value) {
-  if (value === 0) return "0 s";
-  if (value < 0.0995) return `${digits(1000 * value)} ms`;
-  if (value < 59.95) return `${digits(value)} s`;
+  if (value === 0) return `0${GAP}s`;
+  if (value < 0.0995) return `${digits(1000 * value)}${GAP}ms`;
+  if (value < 59.95) return `${digits(value)}${GAP}s`;
   if (value < 3599.5) return `${Math.floor(Math.round(value) / 60)} min ${Math.round(value) % 60} s`;
   const minutes = Math.round(value / 60);
   if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
@@ -254,6 +256,7 @@ function updateTier(entry, tier) {
     asked ? `${share(tier.hits / asked)} of ${count(asked)} reads were served from here` : "",
     tier.name === "host" ? "" : `read ${bytes(tier.read_bytes)}, written ${bytes(tier.written_bytes)} since the start`,
     `queue ${count(tier.queue)}`,
+    tier.gradient_bytes ? `${bytes(tier.gradient_bytes)} of ${tier.name === "nvme" ? "spilled" : "parked"} gradients` : "",
     tier.damaged_blocks ? `${count(tier.damaged_blocks)} reads found damage` : "",
     tier.detail,
   ];

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from paramserver.contract.answered import ANSWERED, OTHER_MODEL
+from paramserver.contract.answered import ANSWERED, OTHER_MODEL, with_epoch
 from paramserver.contract.printable import printable
-from paramserver.errors import LateError, TransferStalledError, UnavailableError
+from paramserver.errors import LateError, TransferStalledError, UnavailableError, UnknownSessionError
 from paramserver.security.gate import Context, RefusalLog, RefusedError
 from storage import errors
 from storage.waiting import unlogged
@@ -62,8 +62,18 @@ async def answer(context: Context, error: errors.StorageError) -> NoReturn:
 
     It never returns, because it raises once the status is sent or the client is gone.
     """
-    marks = OTHER_MODEL if isinstance(error, errors.OtherModelError) else ()
-    await _abort(context, status_code(error), str(error), marks)
+    await _abort(context, status_code(error), str(error), _marks_of(error))
+
+
+def _marks_of(error: errors.StorageError) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata that tell the client what the status code does not; see contract/answered.py."""
+    match error:
+        case errors.OtherModelError():
+            return OTHER_MODEL
+        case UnknownSessionError():
+            return with_epoch(error.epoch)
+        case _:
+            return ()
 
 
 @asynccontextmanager

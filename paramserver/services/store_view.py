@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
@@ -212,11 +212,13 @@ class StoreView:
         # Only the key of each job is computed here, because the figures of ten thousand jobs take a second.
         keys = [(self._rank(name), name) async for name in in_slices(names)]
         leading = [name for _, name in heapq.nlargest(most, keys, key=lambda found: found[0])]
-        return await self.jobs(leading), len(names)
+        return [job async for job in self.jobs(leading)], len(names)
 
-    async def jobs(self, names: Iterable[str]) -> list[admin_pb.JobInfo]:
-        """Return the figures of some jobs, without those that are deleted meanwhile."""
-        return [self.job(name) async for name in in_slices(names) if self.is_known(name)]
+    async def jobs(self, names: Iterable[str]) -> AsyncIterator[admin_pb.JobInfo]:
+        """Yield the figures of some jobs, without those that are deleted meanwhile."""
+        async for name in in_slices(names):
+            if self.is_known(name):
+                yield self.job(name)
 
     def is_known(self, name: str) -> bool:
         """Return whether there is a job of this name, or a kept step of it."""

@@ -224,7 +224,8 @@ class Runs(Generic[MemberT]):
             await asyncio.wait([previous.committing])
         job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
         found = "without a committed step" if job.newest is None else f"at step {job.newest}"
-        self._events.add(EventKind.JOB, spec.name, f"a run of {spec.world_size} ranks opened the job, {found}")
+        ranks = "1 rank" if spec.world_size == 1 else f"{spec.world_size} ranks"
+        self._events.add(EventKind.JOB, spec.name, f"a run of {ranks} opened the job, {found}")
         return job
 
     async def begin_layout(self, run: Run[MemberT], first_step: int) -> None:

@@ -50,6 +50,11 @@ class Visitor:
         return self.peer.startswith("unix:")
 
     @property
+    def place(self) -> str:
+        """The place that the client comes from, for people."""
+        return "the UNIX socket" if self.is_local else self.peer
+
+    @property
     def standing(self) -> Standing:
         """The kind of client, by the kept seats that it may take."""
         if self.owner.role is Role.ADMIN and (self.owner is not ANYONE or self.is_local):

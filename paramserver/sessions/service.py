@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 
 from paramserver.contract.tiers import tier_name
-from paramserver.errors import UnavailableError
+from paramserver.errors import UnavailableError, UnknownSessionError
 from paramserver.events import EventKind, EventLog
 from paramserver.process.background import repeat
 from paramserver.rpc import convert
@@ -30,7 +30,7 @@ from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import InvalidRequestError, StorageError
+from storage.errors import InvalidRequestError, NotFoundError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +132,12 @@ class SessionService:
         if not hello.session_id:
             self._drain.check_open()
             return self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
-        session = self._sessions.get(hello.session_id)
+        try:
+            session = self._sessions.get(hello.session_id)
+        except NotFoundError as error:
+            raise UnknownSessionError(str(error), self._welcome.epoch) from None
         check_owner(visitor.owner, session.owner)
-        self._sessions.take_up(session, visitor.peer, stream)
+        self._sessions.take_up(session, visitor, stream)
         return session
 
     def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:

@@ -155,16 +155,16 @@ class Sessions:
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         with logged_for(session):
             log.info("session opened by %s", client)
-        self._events.add(EventKind.SESSION, client, f"a session began, from {visitor.peer}")
+        self._events.add(EventKind.SESSION, client, f"a session began, from {visitor.place}")
         return session
 
-    def take_up(self, session: Session, peer: str, stream: SessionStream) -> None:
-        """Attach a session to a new stream, which comes from the address `peer`.
+    def take_up(self, session: Session, visitor: Visitor, stream: SessionStream) -> None:
+        """Attach a session to a new stream of its client.
 
         An older stream that still seems to be open is ended, because its connection may be dead without the daemon's
         knowledge.
         """
-        previous, session.stream, session.peer = session.stream, stream, peer
+        previous, session.stream, session.peer = session.stream, stream, visitor.peer
         if session.state is SessionState.ATTACHED:
             previous.end(ConflictError("another stream has taken this session up"))
         session.state = SessionState.ATTACHED
@@ -172,7 +172,7 @@ class Sessions:
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         with logged_for(session):
             log.info("session of %s taken up again", session.client)
-        self._events.add(EventKind.SESSION, session.client, f"the session was taken up again, from {peer}")
+        self._events.add(EventKind.SESSION, session.client, f"the session was taken up again, from {visitor.place}")
 
     def detach(self, session: Session, stream: SessionStream) -> None:
         """Detach a session whose stream broke: from now on the client has the grace time to take it up again.

@@ -189,6 +189,10 @@ class ParameterStoreServicer:
         session's id in its hello;
         - when no heartbeat arrives for the welcome's time-out.
         Then its leases are void, its unpublished bytes are discarded, and its run cannot commit any more.
+
+        A hello with the id of a session that the store does not have is answered NOT_FOUND, with the store's epoch as
+        trailing metadata `paramserver-epoch`. If it is that of the session's welcome, the session has ended; if not, the
+        store was restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

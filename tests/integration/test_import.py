@@ -129,6 +129,11 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
+def committed_step(address: str, job: str) -> int | None:
+    with StoreClientSync.connect(address) as client:
+        return next(stored.step for stored in client.list_jobs() if stored.name == job)
+
+
 def jobs_of(address: str) -> list[str]:
     with StoreClientSync.connect(address) as client:
         return [job.name for job in client.list_jobs()]
@@ -227,6 +232,7 @@ def test_an_export_comes_back_and_goes_on_bit_for_bit(address: str, tmp_path: Pa
 
     result = import_checkpoint(address, "back", tmp_path / "dcp")
     assert (result.format, result.step, result.states) == ("dcp", 2, ("exp_avg", "exp_avg_sq"))
+    assert result.committed_step == committed_step(address, "back") == 2
     other = make_mixed()
     for module in (other.norm, other.frozen):
         # DCP has no list of what is a buffer, so the statistics come from the tensors' names.
@@ -240,6 +246,7 @@ def test_an_export_comes_back_and_goes_on_bit_for_bit(address: str, tmp_path: Pa
     for name in ("safetensors", "deepspeed-fp32"):
         result = import_checkpoint(address, f"from {name}", tmp_path / name)
         assert (result.step, result.states) == (0, ())
+        assert result.committed_step == committed_step(address, result.job) == 1
         other = Mixed()
         with resume(address, f"from {name}", other) as engine:
             assert engine.global_steps == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import time
@@ -18,8 +19,11 @@ from paramserver.metrics.endpoint import MOST_REQUESTS
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
+from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.support.daemon import Daemon, admin_of, run_serve
+from storage.shard import Kind
+from storage.tiers.base import round_up
+from tests.integration.support.daemon import MIB, Daemon, admin_of, run_serve, tiers
 from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
@@ -99,6 +103,36 @@ def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
     sessions = [value for key, value in ended.items() if key[0] == "paramserver_streams_total" and "Session" in key]
     assert sum(sessions) == 2
     assert ended["process_resident_memory_bytes",] > 0
+
+
+def test_parked_gradients_are_counted_on_the_tier_that_has_them(tmp_path: Path) -> None:
+    """A daemon whose host memory has room for some of the gradients spills the rest."""
+    address = f"127.0.0.1:{free_port()}"
+    numel = 50_000
+    layout = Layout(numels=(numel,), groups=tuple(f"block.{index}" for index in range(16)))
+    config = {"metrics_listen": address, "host_budget": 4 * MIB, "nvme_budget": "256MiB"}
+
+    def gradients() -> tuple[float, float]:
+        found = scrape(address)
+        host, nvme = (found["paramserver_tier_gradient_bytes", tier] for tier in ("host", "nvme"))
+        return host, nvme
+
+    with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
+        rank = clients.rank(layout).begin()
+        leases: list[pb.Lease] = []
+        for group in layout.groups:
+            assert sum(gradients()) == len(leases) * round_up(4 * numel)
+            leases.append(rank.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=1))
+            rank.call("ParkGradients", lease_ids=[leases[-1].lease_id])
+        host, nvme = gradients()
+        assert host > 0 and nvme > 0 and host + nvme == len(leases) * round_up(4 * numel)
+        shown = {tier.tier: tier.gradient_bytes for tier in tiers(daemon.address)}
+        assert shown == {pb.TIER_HOST: host, pb.TIER_NVME: nvme}
+        page = json.loads(read(address, path="/data.json"))
+        assert {tier["name"]: tier["gradient_bytes"] for tier in page["tiers"]} == {"host": host, "nvme": nvme}
+        for lease in leases:
+            rank.release(lease)
+        assert gradients() == (0, 0)
 
 
 def test_the_endpoint_answers_while_other_callers_are_silent(tmp_path: Path) -> None:

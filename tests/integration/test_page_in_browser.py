@@ -90,9 +90,9 @@ def test_a_name_with_markup_is_shown_as_it_is_and_does_nothing(shown: Browser) -
 def test_it_shows_the_figures_of_the_daemon(shown: Browser) -> None:
     text = shown.text()
 
-    assert "16.0 MiB" in text and "64.0 MiB" in text
+    assert "16.0\u00a0MiB" in text and "64.0\u00a0MiB" in text
     assert "1 of 1" in text and "from commit to commit, mean of 5" in text
-    assert "Event loop blocked" in text and "a run of 1 ranks opened the job" in text
+    assert "Event loop blocked" in text and "a run of 1 rank opened the job" in text
     drawn = shown.run(
         "return [...document.querySelectorAll('#traffic path.line-0')].map((path) => path.getAttribute('d'))"
     )
@@ -126,7 +126,7 @@ def test_a_screen_reader_finds_landmarks_headings_tables_and_meters(shown: Brows
     texts = shown.run(
         "return [...document.querySelectorAll('[role=meter]')].map((meter) => meter.getAttribute('aria-valuetext'))"
     )
-    assert all(" MiB used: " in text and ", free " in text for text in texts)
+    assert all("\u00a0MiB used: " in text and ", free " in text for text in texts)
     tables = [node for node in nodes if node["role"] == "table"]
     assert len(tables) == 4 and all(node["name"] for node in tables)
     assert roles["columnheader"] >= 9 and roles["rowheader"] >= 10

@@ -201,6 +201,19 @@ def test_a_client_that_cannot_start_its_threads_leaves_no_session_behind(
     wait_until(lambda: all(session.client != "threadless" for session in sessions(daemon)))
 
 
+def test_a_daemon_without_a_free_seat_still_tells_a_client_that_it_was_restarted(tmp_path: Path) -> None:
+    state, config = tmp_path / "state", {"max_sessions": 2, "session_grace_seconds": 30.0}
+    with Daemon(state, config) as daemon, through(daemon, tmp_path, "full") as (cutter, store):
+        cutter.refusing = True
+        daemon.kill()
+        with Daemon(state, config) as again, Clients(again.address) as clients:
+            opened = [clients.client() for _ in range(2)]
+            cutter.refusing = False
+            with pytest.raises(DaemonRestartedError, match="what was not committed is gone"):
+                store.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
+            assert len(sessions(again)) == len(opened)
+
+
 def test_more_sessions_than_allowed_are_refused_by_the_name_of_the_key(tmp_path: Path) -> None:
     with Daemon(tmp_path / "state", {"max_sessions": 2}) as daemon, Clients(daemon.address) as clients:
         opened = [clients.client() for _ in range(2)]

@@ -141,8 +141,8 @@ def test_events_tell_what_happened_in_order_and_can_be_followed(daemon: Daemon, 
         wait_until(lambda: "left the job" in admin(daemon.address, "events", "--after", str(before)))
         admin(daemon.address, "delete-job", job, "--yes")
         expected = [
-            ("session", "a session began, from unix:"),
-            ("job", "a run of 1 ranks opened the job, without a committed step"),
+            ("session", "a session began, from the UNIX socket"),
+            ("job", "a run of 1 rank opened the job, without a committed step"),
             ("commit", "step 0 was committed, durable"),
             ("commit", "step 1 was committed, durable"),
             ("session", "the session ended (closed by the client); 0 leases voided"),

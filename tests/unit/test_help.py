@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -46,6 +49,15 @@ def test_no_help_text_is_read_as_markup(module: object) -> None:
     app: typer.Typer = vars(module)["app"]
 
     assert app.rich_markup_mode is None
+
+
+def test_arguments_have_names_in_capitals() -> None:
+    """The page is made from the commands, and `tests/unit/test_docs_site.py` compares both."""
+    page = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
+    arguments = re.findall(r"^paramserver.*\[OPTIONS\](.*)$", page.read_text(), flags=re.MULTILINE)
+
+    assert len(arguments) > 30
+    assert [names for names in arguments if names != names.upper()] == []
 
 
 def test_each_verb_of_an_operator_has_a_whole_line_in_a_terminal_of_80_columns() -> None:

@@ -91,4 +91,7 @@ def _import(
         is_excluded=tied.__contains__,
         credentials=store.credentials,
     )
-    log.info("job %r: step %d of %s was imported in %.1f s", result.job, result.step, source, result.seconds)
+    log.info(
+        "job %r: step %d of %s was imported as step %d in %.1f s",
+        *(result.job, result.step, source, result.committed_step, result.seconds),
+    )

@@ -44,6 +44,8 @@ class ImportResult:
         source: the checkpoint, as the caller has named it.
         format: its format: "safetensors", "state-dict", "dcp" or "deepspeed".
         step: the number of steps that the checkpoint's run had made, from which a trainer goes on.
+        committed_step: the step of the job's commit in the store, which operators see. It is above `step` where the
+            job's durability would not make a commit of that number durable, and for step 0.
         tensors: the number of parameters.
         states: the kinds of optimizer states; none for weights alone.
         size_bytes: the bytes in the store.
@@ -55,6 +57,7 @@ class ImportResult:
     source: str
     format: str
     step: int
+    committed_step: int
     tensors: int
     states: tuple[Kind, ...]
     size_bytes: int
@@ -134,7 +137,7 @@ def import_checkpoint(
         client = f"import of {job} on {socket.gethostname()}, process {os.getpid()}"
         session = RankStore(store, client, shown)
         try:
-            made.write(session, checkpoint.step, encoded, report)
+            committed_step = made.write(session, checkpoint.step, encoded, report)
         finally:
             session.close()
     return ImportResult(
@@ -142,6 +145,7 @@ def import_checkpoint(
         source=os.fspath(source),
         format=checkpoint.format,
         step=checkpoint.step,
+        committed_step=committed_step,
         tensors=len(tensors),
         states=tuple(sorted({kind for tensor in tensors for kind in tensor.states})),
         size_bytes=made.size_bytes,

@@ -115,6 +115,7 @@ def _print(result: ImportResult, *, as_json: bool) -> None:
         return
     states = f" with {', '.join(result.states)}" if result.states else ""
     typer.echo(
-        f"{printable(result.job)}: step {result.step} of {printable(result.source)} ({result.format}), "
-        f"{result.tensors} tensors{states}, {decimal(result.size_bytes)}, {result.seconds:.1f} s"
+        f"{printable(result.job)}: committed as step {result.committed_step}, from step {result.step} of "
+        f"{printable(result.source)} ({result.format}), {result.tensors} tensors{states}, "
+        f"{decimal(result.size_bytes)}, {result.seconds:.1f} s"
     )

@@ -100,8 +100,10 @@ class ImportedJob:
 
     def write(
         self, store: RankStore, step: int, client_state: bytes, on_written: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Write the tensors, and commit them. After an error the store has nothing of the job.
+    ) -> int:
+        """Write the tensors, commit them, and return the step of the commit.
+
+        After an error the store has nothing of the job.
 
         Args:
             store: a new session with the store.
@@ -127,6 +129,7 @@ class ImportedJob:
                 self._write(store, group, kind, number)
                 on_written(group.numel * group.dtype_of(kind).itemsize)
         store.commit(number, client_state, number).wait()
+        return number
 
     def _number(self, step: int) -> int:
         every = max(1, durable_every_steps(self._durability))

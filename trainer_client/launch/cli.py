@@ -31,7 +31,7 @@ _PORT = ("--master-port", "--master_port", "--main-process-port", "--main_proces
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script, or with --module a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
     nproc_per_node: Annotated[
         int | None, typer.Option(*_RANKS, min=1, help="Ranks on this node. [number of GPUs, or 1]", metavar="N")
     ] = None,

@@ -63,7 +63,9 @@ def plan_job(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."),
+        typer.Argument(
+            metavar="MODEL", help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."
+        ),
     ],
     config: Annotated[
         Path | None, typer.Option(help="The training config. [bf16, AdamW, stage 3, everything on nvme]")

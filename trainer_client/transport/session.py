@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.answered import epoch_of
 from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
@@ -240,33 +241,16 @@ class Session:
                 self._on_response(self._stream.first_response(remaining))
             except StoreError as error:
                 self._stream.close()
-                if error.code is grpc.StatusCode.NOT_FOUND:
-                    if (reason := self._why_unknown(error)) is not None:
-                        raise reason from error
-                elif error.code not in _NO_ANSWER:
+                if error.code in _NO_ANSWER:
+                    continue
+                # The daemon's answer has its epoch if the daemon does not know the session.
+                epoch = epoch_of(self._stream.call.trailing_metadata())
+                if epoch is None or epoch == self._welcome.epoch:
                     raise
+                raise _restarted() from error
             else:
                 log.warning("the session is resumed")
                 return
-
-    def _why_unknown(self, error: StoreError) -> StoreError | None:
-        """Return the reason why the daemon does not know the session: it has ended it (`error`), or was restarted.
-
-        The reason is None if the daemon was lost before it told its epoch. The next attempt to resume finds it then.
-        """
-        probe = _Stream(self._stub, pb.SessionRequest.Hello(client=self._client))
-        probe.close()
-        try:
-            epoch = probe.first_response(CONTROL_DEADLINE_SECONDS).welcome.epoch
-        except StoreError as failure:
-            return None if failure.code in _NO_ANSWER else error
-        if epoch == self._welcome.epoch:
-            return error
-        return DaemonRestartedError(
-            grpc.StatusCode.UNAVAILABLE,
-            "the store daemon was restarted: what was not committed is gone; restart the job, it resumes from the last "
-            "commit",
-        )
 
     def _enter(self, state: SessionState) -> None:
         with self._changed:
@@ -324,6 +308,14 @@ def _ended_by_the_daemon() -> StoreError:
     return StoreUnavailableError(
         grpc.StatusCode.CANCELLED,
         "the store daemon has ended the session: look at its log, then restart the job; it resumes from the last "
+        "commit",
+    )
+
+
+def _restarted() -> DaemonRestartedError:
+    return DaemonRestartedError(
+        grpc.StatusCode.UNAVAILABLE,
+        "the store daemon was restarted: what was not committed is gone; restart the job, it resumes from the last "
         "commit",
     )
 

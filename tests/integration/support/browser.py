@@ -98,7 +98,8 @@ class Browser:
 
     def picture(self, path: Path, *, height: int | None = None) -> None:
         """Write a PNG of the page as it looks from its top, by default of the whole page."""
-        shown = self.run("return [document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        # The picture has no scroll bar, so the page is as wide in it as the window.
+        shown = self.run("return [window.innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": shown[0], "height": height or shown[1], "scale": 1}
         found = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(found["data"]))

@@ -1,7 +1,7 @@
 """Makes the pictures of docs/page.md: `python -m tests.integration.support.page_pictures docs/images`.
 
 A daemon is watched while two jobs train through it for some minutes, and Chromium takes pictures of its page. The first
-picture is in light, the second in dark, the third as wide as a phone.
+picture is the whole page in light, the second its upper part in dark, the third its upper part as wide as a phone.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
                 browser.open(f"http://{address}/")
                 browser.wait_for("return document.querySelectorAll('#steps article').length === 2")
                 for picture, width, scheme, height in (
-                    ("page-light", 1180, "light", 1640),
+                    ("page-light", 1180, "light", None),
                     ("page-dark", 1180, "dark", 900),
                     ("page-phone", 360, "light", 1300),
                 ):

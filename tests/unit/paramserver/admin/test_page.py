@@ -9,6 +9,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from paramserver.admin import tables
 from paramserver.admin.cli import app
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.events import EventKind
@@ -34,6 +35,20 @@ def test_the_table_lists_the_verbs_and_messages_that_there_are() -> None:
 def test_the_tables_list_the_exit_statuses_and_the_kinds_of_events() -> None:
     assert first_cells("## For programs") == [str(int(code)) for code in ExitCode]
     assert first_cells("## Events") == [kind.value for kind in EventKind]
+
+
+def test_the_captured_tables_have_the_columns_that_the_tool_prints() -> None:
+    printed = [
+        tables.tiers_table(admin_pb.GetTiersResponse()),
+        tables.devices_table([]),
+        tables.jobs_table([]),
+        tables.steps_table("", admin_pb.ListStepsResponse()),
+    ]
+    captured = re.findall(r"^┃ (.*) ┃$", PAGE.read_text(), flags=re.MULTILINE)
+
+    assert [re.split(r" *┃ *", line.strip()) for line in captured] == [
+        [str(column.header) for column in table.columns] for table in printed
+    ]
 
 
 @pytest.mark.parametrize("verb", VERBS)

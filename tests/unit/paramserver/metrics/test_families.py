@@ -39,6 +39,7 @@ def test_names_are_unique_and_follow_the_rules() -> None:
 
 def test_a_figure_that_a_tier_does_not_have_is_left_out() -> None:
     tiers = [
+        admin_pb.TierInfo(tier=pb.TIER_GPU, used_bytes=2),
         admin_pb.TierInfo(tier=pb.TIER_HOST, used_bytes=5, leased_bytes=3, problems=["slow", "full"]),
         admin_pb.TierInfo(tier=pb.TIER_NVME, used_bytes=7, devices=[admin_pb.TierInfo.Device(path="/d", used_bytes=7)]),
     ]
@@ -47,9 +48,10 @@ def test_a_figure_that_a_tier_does_not_have_is_left_out() -> None:
         for family in families.tier_families(tiers)
     }
 
-    assert found["paramserver_tier_used_bytes"] == {"host": 5, "nvme": 7}
-    assert found["paramserver_tier_leased_bytes"] == {"host": 3}
-    assert found["paramserver_tier_problems"] == {"host": 2, "nvme": 0}
+    assert found["paramserver_tier_used_bytes"] == {"gpu": 2, "host": 5, "nvme": 7}
+    assert found["paramserver_tier_leased_bytes"] == {"gpu": 0, "host": 3}
+    assert found["paramserver_tier_gradient_bytes"] == {"host": 0, "nvme": 0}
+    assert found["paramserver_tier_problems"] == {"gpu": 0, "host": 2, "nvme": 0}
     assert found["paramserver_device_bandwidth_bytes_per_second"] == {}, "the speed is not measured yet"
 
 

@@ -1,4 +1,4 @@
-"""A session that is resumed with a daemon which is lost once more meanwhile."""
+"""A session that is resumed with a daemon which was restarted, or which has ended the session."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 
+from paramserver.contract.answered import with_epoch
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.parameter_store_pb2_grpc import (
@@ -22,9 +23,13 @@ from paramserver.v1.parameter_store_pb2_grpc import (
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreError
 from trainer_client.transport.session import Session
 
-UNKNOWN_SESSION = grpc.StatusCode.NOT_FOUND, "no such session"
-LOST = grpc.StatusCode.UNAVAILABLE, "Socket closed"
-REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED, "max_sessions is reached"
+# The status, text and trailing metadata with which a stream ends.
+Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+LOST: Ending = grpc.StatusCode.UNAVAILABLE, "Socket closed", ()
+
+
+def unknown(*metadata: tuple[str, str]) -> Ending:
+    return grpc.StatusCode.NOT_FOUND, "no such session", metadata
 
 
 def welcome(epoch: str) -> pb.SessionResponse:
@@ -42,7 +47,7 @@ class Daemons(ParameterStoreServicer):
         breaks: when it is set, the stream of the first Welcome breaks, as if its daemon had been killed.
     """
 
-    def __init__(self, *answers: pb.SessionResponse | tuple[grpc.StatusCode, str]) -> None:
+    def __init__(self, *answers: pb.SessionResponse | Ending) -> None:
         self._answers = iter(answers)
         self.hellos: list[pb.SessionRequest.Hello] = []
         self.breaks = threading.Event()
@@ -53,8 +58,10 @@ class Daemons(ParameterStoreServicer):
         if isinstance(answer, pb.SessionResponse):
             yield answer
             assert self.breaks.wait(10)
-            context.abort(*LOST)
-        context.abort(*cast(Any, answer))
+            answer = LOST
+        code, text, metadata = answer
+        context.set_trailing_metadata(metadata)
+        context.abort(code, text)
 
 
 def failure_of(directory: Path, daemons: Daemons) -> StoreError:
@@ -90,17 +97,25 @@ def failure_of(directory: Path, daemons: Daemons) -> StoreError:
     return failures[0]
 
 
-def test_a_daemon_that_is_lost_before_it_tells_its_epoch_is_no_end_of_the_session(tmp_path: Path) -> None:
-    """The second daemon does not know the session, and is killed before it answers with its epoch. The session cannot
-    tell a restart from its end by then, so it asks the third daemon."""
-    daemons = Daemons(welcome("one"), UNKNOWN_SESSION, LOST, UNKNOWN_SESSION, welcome("three"))
+def test_the_answer_of_a_restarted_daemon_is_enough(tmp_path: Path) -> None:
+    """The client opens no session to ask for the epoch, so a daemon without a free seat can answer, too."""
+    daemons = Daemons(welcome("one"), unknown(*with_epoch("two")))
 
     assert isinstance(failure_of(tmp_path, daemons), DaemonRestartedError)
-    assert [hello.session_id for hello in daemons.hellos] == ["", "first", "", "first", ""]
+    assert [hello.session_id for hello in daemons.hellos] == ["", "first"]
 
 
-@pytest.mark.parametrize("probe", [welcome("one"), REFUSED], ids=["same-epoch", "no-welcome"])
-def test_a_daemon_that_has_ended_the_session_is_believed(tmp_path: Path, probe: Any) -> None:
-    daemons = Daemons(welcome("one"), UNKNOWN_SESSION, probe)
+def test_a_daemon_that_is_lost_before_it_answers_is_no_end_of_the_session(tmp_path: Path) -> None:
+    """The second daemon is killed before it answers, so the client asks the third one."""
+    daemons = Daemons(welcome("one"), LOST, unknown(*with_epoch("three")))
+
+    assert isinstance(failure_of(tmp_path, daemons), DaemonRestartedError)
+    assert [hello.session_id for hello in daemons.hellos] == ["", "first", "first"]
+
+
+@pytest.mark.parametrize("answer", [unknown(*with_epoch("one")), unknown()], ids=["same-epoch", "no-epoch"])
+def test_a_daemon_that_has_ended_the_session_is_believed(tmp_path: Path, answer: Ending) -> None:
+    daemons = Daemons(welcome("one"), answer)
 
     assert isinstance(failure_of(tmp_path, daemons), SessionEndedError)
+    assert len(daemons.hellos) == 2
