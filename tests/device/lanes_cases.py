@@ -149,7 +149,7 @@ def run_ends() -> None:
     lanes = device_lanes.DeviceLanes(DEVICE)
     source, last = (torch.ones(NUMEL).pin_memory() for _ in range(2))
     home = lanes.host_buffer(NUMEL, torch.float32)
-    other_home = lanes.host_buffer(NUMEL, torch.float32)
+    other_home, last_home = (lanes.host_buffer(NUMEL, torch.float32) for _ in range(2))
     whole, flat, other = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL, NUMEL))
 
     def begin_copies() -> None:
@@ -182,9 +182,11 @@ def run_ends() -> None:
     fail_in_gather()
     begin_copies()
     copy_beside(lambda: None)
-    # No copy out follows this one, so nothing else orders what comes after all copies behind it.
+    # The copy out that the host waits for was given before this one was, so nothing else orders what comes after all
+    # copies behind it.
     lanes.copy_in(other, last.view(torch.uint8))
     lanes.after_copies(take_over)
+    lanes.copy_out([(last_home, flat)]).wait()
     owed = [True]
     lanes.after_copies_in(owed.clear)
     lanes.finish()

@@ -15,11 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from tests.device import lag, lanes_cases
 from tests.device.lanes_cases import DEVICE, NUMEL
 from tests.device.matrix_rank import digest
 from tests.device.training_on_lanes import Lateness, train
+from tests.integration.support import training
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
@@ -36,7 +38,10 @@ from trainer_client.step.gradients import Gradients
 LATE = {
     "all late": Lateness(all_ms=20),
     "compute late": Lateness(compute_ms=300),
-    "copies late": Lateness(lane_ms={"in": 1000, "out": 1000}),
+    # With one rank, a wait of the host ends a lag, so that a long one costs no time. With several, the host looks again
+    # and again instead, and each wait takes as long as the lag.
+    "copies very late": Lateness(lane_ms={"in": 1000, "out": 1000}),
+    "copies late": Lateness(lane_ms={"in": 60, "out": 60}),
 }
 
 
@@ -47,10 +52,12 @@ class Program:
     Attributes:
         run: makes it, with a schedule, the address of a store and the name of a job of its own; returns its bits.
         schedules: the names of those of LATE under which it runs.
+        most_seconds: if it runs for longer, it hangs. On a busy machine a training run takes some 10 s.
     """
 
     run: Callable[[Lateness, str, str], str]
     schedules: Sequence[str]
+    most_seconds: float = 60.0
 
 
 def _use_lanes(late: Lateness, _: str, __: str) -> str:
@@ -163,15 +170,21 @@ def _states_leaving() -> Iterator[None]:
 
 
 @contextmanager
-def _gradients_changed() -> Iterator[None]:
-    """Have the loop halve each gradient after each backward pass, and change weights, while copies are under way."""
+def gradients_changed() -> Iterator[None]:
+    """Have the loop change states and all gradients after each backward pass, while copies are under way.
+
+    It reads the gradient first that leaves the device first, so the others are still on their way.
+    """
     step = Engine.step
 
     def change_and_step(engine: Engine) -> None:
         names = [name for name, _ in engine.module.named_parameters()]
+        first = next(name for name in reversed(names) if ".h." in name)
+        halves = {first: _some(engine.get_local(first, "grad")) * 0.5}
         engine.set_local(names[0], "exp_avg", torch.zeros_like(_some(engine.get_local(names[0], "exp_avg"))))
         for name in names:
-            engine.set_local(name, "grad", _some(engine.get_local(name, "grad")) * 0.5)
+            half = halves[name] if name in halves else _some(engine.get_local(name, "grad")) * 0.5
+            engine.set_local(name, "grad", half)
         step(engine)
 
     with mock.patch.object(Engine, "step", change_and_step):
@@ -185,27 +198,16 @@ def _some(values: torch.Tensor | None) -> torch.Tensor:
 
 @contextmanager
 def _gradients_dropped() -> Iterator[None]:
-    """Have the loop drop gradients before each forward: those of a step that leave, that are back, and that stay.
-
-    The last ones are of two passes that are not the last of their step, so they stay on the device.
-    """
+    """Have the loop drop gradients before each forward: while they leave the device, come back to it, or stay there."""
     forward = Engine.forward
 
-    def pass_through(engine: Engine, *arguments: Any, **named: Any) -> None:
-        engine.backward(forward(engine, *arguments, **named).loss)
-
     def drop_and_forward(engine: Engine, *arguments: Any, **named: Any) -> Any:
-        pass_through(engine, *arguments, **named)
-        engine.zero_grad()
-        pass_through(engine, *arguments, **named)
-        for name, _ in engine.module.named_parameters():
-            engine.set_local(name, "grad", _some(engine.get_local(name, "grad")) * 0.5)
-        engine.zero_grad()
-        engine.set_gradient_accumulation_boundary(is_boundary=False)
-        pass_through(engine, *arguments, **named)
-        pass_through(engine, *arguments, **named)
-        engine.zero_grad()
-        engine.set_gradient_accumulation_boundary(is_boundary=None)
+        for passes_are_last in ((True,), (True, False), (False, False)):
+            for is_last in passes_are_last:
+                engine.set_gradient_accumulation_boundary(is_last)
+                engine.backward(forward(engine, *arguments, **named).loss)
+            engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(None)
         return forward(engine, *arguments, **named)
 
     with mock.patch.object(Engine, "forward", drop_and_forward):
@@ -249,6 +251,30 @@ def _traffic_counted(results: list[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _small_root() -> Iterator[None]:
+    """Let the root have one trainable element, so that the last gradient of a step has no shard on the second rank.
+
+    That rank needs no norm of it, for which it would wait.
+    """
+    build = training.build_model
+
+    def build_with_scale(run: Run) -> nn.Module:
+        model = build(run)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".h." in name)
+        model.register_parameter("scale", nn.Parameter(torch.ones(())))
+
+        def multiply(_: nn.Module, __: Any, output: Any) -> None:
+            output.loss = output.loss * model.scale
+
+        model.register_forward_hook(multiply)
+        return model
+
+    with mock.patch.object(training, "build_model", build_with_scale):
+        yield
+
+
+@contextmanager
 def _polls_in_between() -> Iterator[None]:
     """Let each poll come when the device has just done the oldest collective whose tensors are kept, and no more."""
     poll = DeviceLanes.poll
@@ -275,30 +301,31 @@ def _at(training: str, place: str, world_size: int) -> Callable[[str, str], Run]
     return lambda address, job: run_of(training, place, world_size, address, job)
 
 
-_OUT_LATE = ("copies late",)
+_VERY_LATE, _LATE = ("copies very late",), ("copies late",)
 
 # The programs of one rank and of two, those that find most first.
 ALONE: Mapping[str, Program] = {
-    "lanes": Program(run=_use_lanes, schedules=("all late", "compute late")),
+    "lanes": Program(run=_use_lanes, schedules=("all late", "compute late"), most_seconds=20.0),
     "nvme": _train(_on("nvme")),
     "sums leave the device": _train(_on("cpu", accumulation=3, clipping=0.5), _no_room_for_sums, counts_traffic=True),
-    "gradients are changed": _train(_on("nvme", accumulation=2), _gradients_changed, schedules=_OUT_LATE),
-    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_OUT_LATE),
-    "passes are added": _train(_on("nvme"), _passes_added, schedules=_OUT_LATE),
-    "a backward fails": _train(_on("nvme"), _backward_fails, schedules=_OUT_LATE),
+    "gradients are changed": _train(_on("nvme", accumulation=2), gradients_changed, schedules=_VERY_LATE),
+    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_VERY_LATE),
+    "passes are added": _train(_on("nvme"), _passes_added, schedules=_VERY_LATE),
+    "a backward fails": _train(_on("nvme"), _backward_fails, schedules=_VERY_LATE),
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
     "a forward without memory": _train(_on("nvme"), _forward_without_memory),
+    "parameters in the store": _train(_at("fp32", "zero-3 + parameters nvme", 1), schedules=_VERY_LATE),
     "states on the device": _train(_at("fp32, each micro-batch", "zero-2", 1)),
 }
 TOGETHER: Mapping[str, Program] = {
     "collectives": Program(run=_use_collectives, schedules=("all late",)),
     "nvme": _train(_on("nvme", clipping=0.5)),
     "host, accumulation": _train(_on("cpu", accumulation=2)),
-    "gradients are changed": _train(_on("nvme", accumulation=2), _gradients_changed, schedules=_OUT_LATE),
-    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_OUT_LATE),
-    "small units": _train(_on("nvme", model="odd"), schedules=_OUT_LATE),
+    "gradients are changed": _train(_on("nvme", accumulation=2), gradients_changed, schedules=_LATE),
+    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_LATE),
+    "a small root": _train(_on("nvme"), _small_root, schedules=_LATE),
     "reductions in fp32": _train(_reducing_in_fp32, schedules=("all late",)),
     "polls in between": _train(
         _at("fp32, each micro-batch", "zero-2 + optimizer host", 2), _polls_in_between, schedules=("compute late",)

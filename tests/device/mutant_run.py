@@ -20,9 +20,6 @@ import torch.distributed as dist
 from tests.device import lag, mutation
 from tests.device.mutant_programs import ALONE, LATE, TOGETHER
 
-# A program that runs for longer hangs, and ends the process. On a busy machine one takes some 10 s.
-PROGRAM_SECONDS = 60.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -53,7 +50,7 @@ def look(plan: Plan, world_size: int) -> dict[str, Any]:
         if plan.programs and name not in plan.programs:
             continue
         for schedule in program.schedules if plan.expected else program.schedules[:1]:
-            faulthandler.dump_traceback_later(PROGRAM_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(program.most_seconds, exit=True)
             result = program.run(LATE[schedule], plan.address, f"{plan.job} {name} {schedule}")
             faulthandler.cancel_dump_traceback_later()
             races = [str(race) for race in lag.races()]
