@@ -1,8 +1,8 @@
 """Leaves out each wait, event, record and reference that orders copies, and looks whether tests find it.
 
-`python -m tests.device.mutants` (`make mutants`). Each mutant (mutation.py) runs the programs of mutant_run.py in a
-process of its own, on one rank, and if none of them finds it, on two. A mutant is found if a program computes other
-bits, if the device sees a race, if it fails, or if it hangs.
+`python -m tests.device.mutants` (`make mutants`). Each mutant (mutation.py) runs the programs of mutant_programs.py in
+a process of its own, on one rank, and if none of them finds it, on two; a mutant of collectives runs on two ranks
+first. A mutant is found if a program computes other bits, if the device sees a race, if it fails, or if it hangs.
 
 The right code takes the part of a mutant first. If something is found in it, the programs find everything, and the
 campaign ends with an error.
