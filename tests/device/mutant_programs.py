@@ -247,7 +247,7 @@ def _traffic_counted(results: list[str]) -> Iterator[None]:
     with lag.recorded() as spans:
         yield
     for engine in (lag.Engine.TO_HOST, lag.Engine.TO_DEVICE):
-        results.append(f"{sum(span.nbytes for span in spans if span.engine is engine):g}")
+        results.append(f"{sum(span.nbytes for span in spans if span.engine is engine):.0f}")
 
 
 @contextmanager
