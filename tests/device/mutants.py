@@ -121,7 +121,7 @@ def _right_plan(ranks: int, programs: Sequence[str], address: str, directory: Pa
 def _judge_one(site: Site, number: int, address: str, right: Mapping[int, Plan], place: Path) -> dict[str, Any]:
     began = time.monotonic()
     row: dict[str, Any] = {"site": site.name, "found_by": None}
-    # What orders collectives is found on two ranks only.
+    # One rank alone has no collectives, so the programs of two find these mutants.
     is_of_ranks = site.module.endswith(".collectives") or "communicating" in site.text
     for ranks, plan in sorted(right.items(), reverse=is_of_ranks):
         job, result = f"mutant {number} {ranks}", str(place / "result.json")
