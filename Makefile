@@ -104,10 +104,10 @@ lenders: N ?= 200
 lenders: venv ## Kill, stop and empty the lenders of a training run N times and compare the bits (N=200 SEED=...)
 	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))
 
-mutants: venv ## Leave out each wait of the copies beside computation, and look whether the simulated device finds it
+mutants: venv ## Leave out each wait of the copies beside computation, and look whether tests find it (ONLY=part of a name)
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
 	  tests/device/test_lanes_training.py
-	$(BIN)/python -m tests.device.mutants
+	$(BIN)/python -m tests.device.mutants $(if $(ONLY),--only '$(ONLY)')
 
 SEEDS ?= 5
 device-matrix: venv ## Train all of the matrix on the simulated device under each lag, with kills and resumes (SEEDS=5)

@@ -3,16 +3,24 @@
 With the real arena, a lease that is returned too early goes unnoticed: its bytes stay what they are until the daemon
 grants the range to another client, which is long after the late copy. Here
 
-- a read lease is a private copy of the bytes, which becomes NaN when the lease is released;
-- a write lease is private memory full of NaN, whose bytes reach the arena when the trainer hands them to the store.
+- a read lease is a private copy of the bytes;
+- a write lease is private memory full of NaN, whose bytes reach the arena when the trainer hands them to the store;
+- the private memory of either becomes NaN when the lease is released.
 
 The private memory is registered with the device, so its copies are asynchronous. The plane declares to the device what
-the host does with it, so a copy that no wait orders is reported as a race, too, even if it was fast.
+the host does with it, so a copy that no wait orders is reported as a race, too, even if it was fast:
+
+- the release of a lease is a write, because the next owner may write at once;
+- so is each check on the trainer's thread that leases are valid, for all read leases that it still has: the session may
+  end behind the check, and the daemon then gives the memory to others.
+
+A read lease that the trainer holds while a step changes the parameters, or never returns, is an error of its own.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,10 +31,12 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.device import lag
+from trainer_client.step.hooks import UnitHooks
 from trainer_client.transport import attachment
 from trainer_client.transport.arena import Arena
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.planes import ArenaPlane, LeasedBytes
+from trainer_client.transport.rank_store import RankStore
 
 NAN_BYTE = 0xFF
 
@@ -49,7 +59,9 @@ class GuardedPlane(ArenaPlane):
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
         self._memories: list[_PrivateMemory] = []
+        # The private memory of each lease, and of write leases the place in the arena that the bytes belong to.
         self._read: dict[int, torch.Tensor] = {}
+        self._filled: dict[int, torch.Tensor] = {}
         self._written: dict[int, torch.Tensor] = {}
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
@@ -59,6 +71,7 @@ class GuardedPlane(ArenaPlane):
         if leased.lease_id in self._written:
             # A parked gradient is back, at another place.
             self._written[leased.lease_id] = leased.data
+            self._filled[leased.lease_id] = private.data
             return private
         self._read[leased.lease_id] = private.data
         return private
@@ -66,7 +79,9 @@ class GuardedPlane(ArenaPlane):
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
         leased = super().open_read(lease)
         self._written[leased.lease_id] = leased.data
-        return self._private(leased)
+        private = self._private(leased)
+        self._filled[leased.lease_id] = private.data
+        return private
 
     def flush(self, leased: LeasedBytes) -> None:
         if leased.parked is not None:
@@ -77,11 +92,23 @@ class GuardedPlane(ArenaPlane):
         self._written[leased.lease_id].copy_(leased.data)
 
     def end_leases(self, lease_ids: Iterable[int]) -> None:
-        """Make the bytes of read leases NaN; the ids of others are ignored."""
+        """Make the bytes of leases NaN, because they are released."""
         for lease_id in lease_ids:
-            if (data := self._read.pop(lease_id, None)) is not None:
+            data = self._read.pop(lease_id, None)
+            if data is None:
+                data = self._filled.pop(lease_id, None)
+            if data is not None:
                 lag.host_access(data, "release of a lease", writes=True)
                 data.fill_(NAN_BYTE)
+
+    def check_leases(self) -> None:
+        """Declare that the bytes of all read leases may be others from now on."""
+        for data in list(self._read.values()):
+            lag.host_access(data, "the end of a session behind the check of its leases", writes=True)
+
+    def require_none_held(self, when: str) -> None:
+        """Raise AssertionError if a read lease was not returned."""
+        assert not self._read, f"{len(self._read)} read leases are held {when}"
 
     def close(self) -> None:
         """Unregister the private memory."""
@@ -104,6 +131,7 @@ def guarded_arena() -> Iterator[None]:
         return planes[-1]
 
     release, release_quietly = Attachment.release, Attachment.release_quietly
+    check_leases, begin_step = RankStore.check_leases, UnitHooks.begin_step
 
     def ending(self: Attachment, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> Any:
         _plane_of(self).end_leases(asked.lease_id for asked in releases)
@@ -114,15 +142,31 @@ def guarded_arena() -> Iterator[None]:
         _plane_of(self).end_leases(ids)
         release_quietly(self, ids)
 
+    def checking(self: RankStore) -> None:
+        check_leases(self)
+        # Commits that are made later check on a thread of their own, beside the trainer's copies.
+        if threading.current_thread() is threading.main_thread():
+            planes[-1].check_leases()
+
+    def beginning_step(self: UnitHooks) -> None:
+        begin_step(self)
+        planes[-1].require_none_held("while a step changes the parameters")
+
     with (
         patch.object(attachment, "ArenaPlane", make),
         patch.object(Attachment, "release", ending),
         patch.object(Attachment, "release_quietly", ending_quietly),
+        patch.object(RankStore, "check_leases", checking),
+        patch.object(UnitHooks, "begin_step", beginning_step),
     ):
-        yield
-    lag.synchronize()
+        try:
+            yield
+        finally:
+            lag.synchronize()
+            for plane in planes:
+                plane.close()
     for plane in planes:
-        plane.close()
+        plane.require_none_held("after the end of the training")
 
 
 def _plane_of(session: Attachment) -> GuardedPlane:

@@ -149,7 +149,7 @@ def run_ends() -> None:
     lanes = device_lanes.DeviceLanes(DEVICE)
     source, last = (torch.ones(NUMEL).pin_memory() for _ in range(2))
     home = lanes.host_buffer(NUMEL, torch.float32)
-    other_home = lanes.host_buffer(NUMEL, torch.float32)
+    other_home, last_home = (lanes.host_buffer(NUMEL, torch.float32) for _ in range(2))
     whole, flat, other = (torch.empty(size, device=DEVICE) for size in (2 * NUMEL, NUMEL, NUMEL))
 
     def begin_copies() -> None:
@@ -165,6 +165,10 @@ def run_ends() -> None:
     def give_up() -> None:
         raise ArithmeticError("the session was closed")
 
+    def fail_between_pieces() -> Iterator[slice]:
+        yield slice(NUMEL)
+        raise ArithmeticError("the next piece cannot be copied")
+
     def take_over() -> None:
         for memory in (source, last, home, other_home):
             lag.host_access(memory, "the next owner of the lease", writes=True)
@@ -178,9 +182,11 @@ def run_ends() -> None:
     fail_in_gather()
     begin_copies()
     copy_beside(lambda: None)
-    # No copy out follows this one, so nothing else orders what comes after all copies behind it.
+    # The copy out that the host waits for was given before this one was, so nothing else orders what comes after all
+    # copies behind it.
     lanes.copy_in(other, last.view(torch.uint8))
     lanes.after_copies(take_over)
+    lanes.copy_out([(last_home, flat)]).wait()
     owed = [True]
     lanes.after_copies_in(owed.clear)
     lanes.finish()
@@ -188,11 +194,38 @@ def run_ends() -> None:
     begin_copies()
     with suppress(ArithmeticError):
         copy_beside(give_up)
-    # Nothing else waits for what comm and in do at last.
+    # No other event than the one of its own lane follows what comm, in and out do at last. The memory of `given` is
+    # free as soon as the lanes do not keep it any more.
     fail_in_gather()
+    given = torch.ones(NUMEL, device=DEVICE)
+    with lanes.communicating(given):
+        given.mul_(2)
+    del given
     lanes.copy_in(other, last.view(torch.uint8))
+    with suppress(ArithmeticError):
+        lanes.copy_in(flat, source.view(torch.uint8), fail_between_pieces())
     lanes.close()
     take_over()
+
+
+def measure_beside() -> float:
+    """Return the part of a collective's time under which the compute stream can do other work, in virtual time."""
+    lanes = device_lanes.DeviceLanes(DEVICE)
+    values, others = torch.empty(NUMEL, device=DEVICE), torch.ones(NUMEL, device=DEVICE)
+    sent = torch.ones(NUMEL).pin_memory()
+    lag.synchronize()
+    with lag.recorded() as spans:
+        # A copy takes the time here, because the engine of collectives needs a second rank.
+        lag.set_speed(lag.Engine.TO_DEVICE, latency_seconds=1.0)
+        lag.set_speed(lag.Engine.COMPUTE, latency_seconds=1.0)
+        with lanes.communicating(values):
+            values.copy_(sent, non_blocking=True)
+        others.mul_(2)
+        lag.synchronize()
+    lag.set_speed(lag.Engine.TO_DEVICE)
+    lag.set_speed(lag.Engine.COMPUTE)
+    lanes.close()
+    return lag.hidden_share(spans, {lag.Engine.TO_DEVICE})
 
 
 def measure_early() -> int:

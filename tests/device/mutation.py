@@ -33,6 +33,7 @@ WAITS = {
     "_end_copy_out",
     "_keep_until",
     "_pay",
+    "_wait",
     "_wait_until_copied",
     "_wait_until_filled",
     "_wait_until_gathered",
@@ -49,7 +50,8 @@ WAITS = {
     "wait_for",
     "wait_until_drained",
 }
-# Waits for copies, by the expression that is waited for; `wait` of other things is no matter of copies.
+# Waits for copies, by the expression that is waited for. `wait` of other things is no matter of copies, because
+# `pending.wait()` and the `self.wait()` of LeasedMemory wait for the store's answer.
 COPIES = {"self._copy", "copy", "self._sent"}
 RECORDS = {"mark", "record_event"}
 
@@ -165,7 +167,7 @@ def _changes_of_statement(
     call = statement.value if isinstance(statement, ast.Expr) else None
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         owner = ast.unparse(call.func.value)
-        if call.func.attr in WAITS or (call.func.attr in ("wait", "_wait") and owner in {*COPIES, "self"}):
+        if call.func.attr in WAITS or (call.func.attr == "wait" and owner in COPIES):
             yield "wait", ast.unparse(call), _replace(block, index, [ast.Pass()])
     if isinstance(statement, ast.With) and len(statement.items) == 1:
         context = ast.unparse(statement.items[0].context_expr)

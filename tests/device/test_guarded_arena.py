@@ -93,3 +93,37 @@ def test_a_write_that_is_handed_over_too_early_is_a_race_and_nan_if_the_copy_is_
     torch.accelerator.synchronize()
     plane.flush(leased)
     assert stored(arena) == 2 * NUMEL
+
+
+def test_a_write_lease_that_is_released_too_early_is_a_race_and_nan(plane: GuardedPlane) -> None:
+    leased = plane.open_write(LEASE)
+    leased.data.view(torch.float32).copy_(torch.full((NUMEL,), 2.0, device=DEVICE), non_blocking=True)
+    torch.accelerator.synchronize()
+    later = plane.open_write(pb.Lease(lease_id=8, arena_offset=START, size_bytes=4 * NUMEL, version=3))
+    later.data.view(torch.float32).copy_(torch.full((NUMEL,), 2.0, device=DEVICE), non_blocking=True)
+    plane.end_leases([LEASE.lease_id])
+    assert lag.races() == []
+    assert leased.data.view(torch.float32).isnan().all()
+    plane.end_leases([8])
+    assert [(race.first, race.second) for race in lag.races()] == [("copy to the host", "release of a lease")]
+    lag.clear_races()
+
+
+def test_a_check_of_leases_before_the_copy_is_done_is_a_race(plane: GuardedPlane) -> None:
+    leased = plane.open_read(LEASE)
+    target = torch.zeros(NUMEL, device=DEVICE)
+    target.copy_(leased.data.view(torch.float32), non_blocking=True)
+    plane.check_leases()
+    assert [race.first for race in lag.races()] == ["copy to the device"]
+    lag.clear_races()
+    torch.accelerator.synchronize()
+    plane.check_leases()
+    assert lag.races() == []
+
+
+def test_a_read_lease_that_is_not_returned_is_an_error(plane: GuardedPlane) -> None:
+    plane.open_read(LEASE)
+    with pytest.raises(AssertionError, match="1 read leases are held in a step"):
+        plane.require_none_held("in a step")
+    plane.end_leases([LEASE.lease_id])
+    plane.require_none_held("in a step")

@@ -25,6 +25,10 @@ def test_nothing_uses_memory_any_more_when_lanes_say_so(schedule: str) -> None:
     assert lag.races() == []
 
 
+def test_a_collective_leaves_the_compute_stream_free() -> None:
+    assert lanes_cases.measure_beside() == 1.0
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_each_wait_and_each_reference_is_needed(mutant: str) -> None:
     lag.SCHEDULES["all late"].use()

@@ -21,6 +21,7 @@ from tests.device import lag, matrix, matrix_chains
 from tests.device.lanes_cases import mutated
 from tests.device.matrix_cells import PART
 from tests.device.matrix_rank import Task
+from tests.device.mutant_programs import gradients_changed
 from tests.device.training_on_lanes import Lateness, launch, train
 from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
@@ -214,6 +215,15 @@ def test_a_job_that_is_killed_under_late_copies_has_the_bits_of_one_that_is_not(
     shown = matrix_chains.play(store.address, tmp_path, 0, 1, random.Random(1), [name])
     assert shown[name]["problems"] == []
     assert shown[name]["kills"] >= 1
+
+
+def test_states_that_change_while_gradients_leave_the_device_are_those_that_the_step_updates(configs: Configs) -> None:
+    """The commit of the change once refused the updates of gradients that left the device only after it."""
+    run = Run(steps=2, accumulation=2)
+    with gradients_changed():
+        prompt = train(replace(run, config=configs("nvme")), "nothing late")
+        late = train(replace(run, config=configs("nvme")), Lateness(lane_ms={"out": 1000}))
+    assert_bit_equal(late, prompt)
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])

@@ -335,6 +335,18 @@ class Collectives:
         yield
         stopwatch.stop(partial(self._recorder.moved, Link.COLLECTIVES, what, flat.nbytes))
 
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        """Enclose a collective for which the current stream waits, also if the enclosed code raises.
+
+        The lanes need not keep its tensors, because what is freed after that wait is used again only behind it.
+        """
+        try:
+            with self.lanes.communicating():
+                yield
+        finally:
+            self.lanes.rejoin()
+
     def gather_unit(self, flat: torch.Tensor, partition: torch.Tensor, what: str) -> None:
         """Gather a unit that all ranks have confirmed (see lockstep.py), within the context of `Lanes.gathering`.
 
@@ -351,9 +363,8 @@ class Collectives:
         if self.world_size == 1:
             flat.copy_(partition)
             return
-        with self.lanes.communicating(flat, partition), self._moving(what, flat):
+        with self._in_line(), self._moving(what, flat):
             self._run(what, self._index_for(flat), _all_gather, flat, partition.to(flat.device))
-        self.lanes.rejoin()
 
     def reduce_scatter(
         self, partition: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients", *, mean: bool = True
@@ -374,9 +385,8 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of rank `source`."""
         if self.world_size > 1:
-            with self.lanes.communicating(tensor):
+            with self._in_line():
                 self._run("a broadcast", self._index_for(tensor), dist.broadcast, tensor, src=source)
-            self.lanes.rejoin()
 
     def gather_rows(self, row: torch.Tensor, what: str = "an exchange") -> torch.Tensor:
         """Return the `row` [n] of every rank, as [world, n] on the CPU."""

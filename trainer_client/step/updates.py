@@ -117,7 +117,12 @@ class Updates:
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
     def withdraw_early(self) -> None:
-        """Have the store undo all early updates, because the states that they are computed from change."""
+        """Have the store undo all early updates, because the states that they are computed from change.
+
+        Gradients whose copies are still under way begin none either: the change is a commit of its own, which takes the
+        number that was foreseen for the step.
+        """
+        self._foreseen = None
         self._early.withdraw_all()
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
