@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from tests.device.lanes_cases import DEVICE, NUMEL
 from tests.device.matrix_rank import digest
 from tests.device.training_on_lanes import Lateness, train
 from tests.integration.support import training
+from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
@@ -125,6 +128,16 @@ def _train(
         return " ".join(results) or "the training failed"
 
     return Program(run=run, schedules=schedules)
+
+
+def _park_gradients(late: Lateness, _: str, job: str) -> str:
+    """Train on a store that asks for parking, so that sums which come back to the device give up their lease."""
+    with (
+        TemporaryDirectory() as directory,
+        Daemon(Path(directory) / "state", {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}) as daemon,
+        _gradients_dropped(),
+    ):
+        return digest(train(Run(layers=12, steps=1, config=config_of(daemon.address, job, "nvme")), late))
 
 
 def _no_room_for_sums() -> Any:
@@ -312,6 +325,7 @@ ALONE: Mapping[str, Program] = {
     "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_VERY_LATE),
     "passes are added": _train(_on("nvme"), _passes_added, schedules=_VERY_LATE),
     "a backward fails": _train(_on("nvme"), _backward_fails, schedules=_VERY_LATE),
+    "gradients are parked": Program(run=_park_gradients, schedules=_VERY_LATE),
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
