@@ -225,6 +225,17 @@ class Activations:
             self._sent_before = self._sent
             self._collect()
 
+    def close(self) -> None:
+        """Forget all boundaries, whose leases end with the session, so that nothing views its memory. Idempotent."""
+        boundaries = [each for reference in self._order.values() if (each := reference()) is not None]
+        for boundary in boundaries:
+            if boundary.leaving is None or boundary.leaving.is_done:
+                boundary.give_up()
+        self._dropped.clear()
+        self._landing.clear()
+        self._parking.clear()
+        self._released = self._next_lease = None
+
     def end_step(self, step: int) -> None:
         """Give back all boundaries, because the step is over and no backward of its forwards follows. It does not wait.
 
