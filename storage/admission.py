@@ -147,7 +147,9 @@ class Admission:
         """Have the need of all jobs computed anew; see `_last_need`."""
         self._known_need = None
 
-    def admit_activation(self, job: Job, nbytes: int, limits: Iterable[Limit], *, parks: bool) -> int | None:
+    def admit_activation(
+        self, job: Job, nbytes: int, limits: Iterable[Limit], *, parks: bool, is_held: bool = False
+    ) -> int | None:
         """Return how many bytes of activations each rank of a job may have without parking them, if one more has room.
 
         Activations get what the rest of a step leaves of the host budget. They stay there if they take at most half of
@@ -159,6 +161,7 @@ class Admission:
             nbytes: the size of the activation.
             limits: the most bytes that the jobs of some names may use.
             parks: whether the ranks of the job park gradients, so that host memory need not have room for all of them.
+            is_held: whether the store has the activation already, and brings it back.
 
         Returns:
             The bytes; None: there is no room for the activation on any tier.
@@ -177,6 +180,8 @@ class Admission:
             held = sum(self._gradients.activation_bytes(name) for name in {each.spec.name for each in jobs})
             fits &= 2 * (held + size) <= budget - need.total_without_spilling
         share = min(shares)
+        if is_held:
+            return share
         if share < size:
             return None
         if not fits and (any(limit.nvme_bytes is not None for limit in limits) or not self._may_spill(job, size)):

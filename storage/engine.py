@@ -673,7 +673,9 @@ class Engine:
         """
         return await self.gradients.allocate_activation(job.spec.name, holder, nbytes)
 
-    def admit_activation(self, job: Job, nbytes: int, limits: Iterable[Limit] = (), *, parks: bool) -> int | None:
+    def admit_activation(
+        self, job: Job, nbytes: int, limits: Iterable[Limit] = (), *, parks: bool, is_held: bool = False
+    ) -> int | None:
         """Return how many bytes of activations each rank may have without parking them; see `Admission`.
 
         Args:
@@ -681,11 +683,12 @@ class Engine:
             nbytes: the size of the activation that is asked for.
             limits: the most bytes that the jobs of some names may use.
             parks: whether the ranks of the job park gradients.
+            is_held: whether the store has the activation already, and brings it back.
 
         Returns:
             The bytes; None: there is no room for the activation, on any tier.
         """
-        return self._job_registry.admission.admit_activation(job, nbytes, limits, parks=parks)
+        return self._job_registry.admission.admit_activation(job, nbytes, limits, parks=parks, is_held=is_held)
 
     async def recall(self, memory: Parkable) -> None:
         """Bring a parked gradient or activation back to the arena; see `Gradients.recall`.

@@ -154,7 +154,7 @@ def _make_parts(
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
         device_copies=job.device_copies,
-        activations=_make_activations(rank, job) if rank.settings.offloads_activations else None,
+        activations=_make_activations(rank, job, resources) if rank.settings.offloads_activations else None,
         reporter=_make_reporter(user, rank, job, residency, traces),
     )
 
@@ -245,7 +245,7 @@ def _make_residency(rank: RankContext, job: Job) -> Residency:
     )
 
 
-def _make_activations(rank: RankContext, job: Job) -> Activations:
+def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Activations:
     section, checkpoints = rank.settings.paramserver.activations, rank.settings.activation_checkpointing
     if rank.collectives.rank == 0:
         log.info(
@@ -253,7 +253,7 @@ def _make_activations(rank: RankContext, job: Job) -> Activations:
             "%d bytes of them, and the newest, stay on the device",
             *(section.smallest, section.kept),
         )
-    return Activations(
+    activations = Activations(
         rank.store,
         job.lanes,
         rank.recorder,
@@ -263,6 +263,8 @@ def _make_activations(rank: RankContext, job: Job) -> Activations:
         synchronizes=checkpoints.synchronize_checkpoint_boundary,
         profiles=checkpoints.profile and rank.collectives.rank == 0,
     )
+    resources.callback(activations.close)
+    return activations
 
 
 def _make_access(

@@ -165,7 +165,7 @@ class Grants:
             lease = session.lease(use.lease_id)
             if lease.activation is None:
                 raise ConflictError(f"lease {lease.lease_id} ({lease.mode.value}) is not for an activation")
-            self._check_room(session, job, lease.nbytes)
+            self._check_room(session, job, lease.nbytes, is_held=True)
             needed = 0 if lease.activation.arena_range is not None else round_up(lease.nbytes)
             async with self._host_quota.room_for(session.owner, job, needed):
                 return await self._recall(session, lease)
@@ -177,7 +177,7 @@ class Grants:
             activation = await self._engine.allocate_activation(job, session.session_id, nbytes)
         return self._grant(session, activation.label, LeaseMode.ACTIVATION, nbytes, None, None, activation=activation)
 
-    def _check_room(self, session: Session, job: Job, nbytes: int) -> None:
+    def _check_room(self, session: Session, job: Job, nbytes: int, *, is_held: bool = False) -> None:
         """Check that a rank may have so many more bytes of activations without parking them.
 
         Raises:
@@ -185,8 +185,8 @@ class Grants:
         """
         size = round_up(nbytes)
         admit = self._host_quota.admit_activation
-        share = admit(session.owner, job, nbytes, parks=session.parks_gradients)
-        if not session.parks_gradients and (share is None or share < _ACTIVATIONS_AT_ONCE * size):
+        share = admit(session.owner, job, nbytes, parks=session.parks_gradients, is_held=is_held)
+        if not is_held and not session.parks_gradients and (share is None or share < _ACTIVATIONS_AT_ONCE * size):
             # A rank parks the gradients only that it leases from now on.
             is_free = not any(lease.gradient is not None and lease.is_written for lease in session.leases.values())
             if is_free and (more := admit(session.owner, job, nbytes, parks=True)) is not None:

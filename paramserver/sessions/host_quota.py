@@ -70,10 +70,12 @@ class HostQuota:
         """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
         return self._engine.must_park(job, limits_of(self._quotas, principal, job.spec.name))
 
-    def admit_activation(self, principal: Principal, job: Job, nbytes: int, *, parks: bool) -> int | None:
+    def admit_activation(
+        self, principal: Principal, job: Job, nbytes: int, *, parks: bool, is_held: bool = False
+    ) -> int | None:
         """Return how many bytes of activations each rank may have unparked, or None; see `Engine.admit_activation`."""
         limits = limits_of(self._quotas, principal, job.spec.name)
-        return self._engine.admit_activation(job, nbytes, limits, parks=parks)
+        return self._engine.admit_activation(job, nbytes, limits, parks=parks, is_held=is_held)
 
     @asynccontextmanager
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:

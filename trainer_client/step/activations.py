@@ -133,7 +133,13 @@ class _Boundary:
 
     def __del__(self) -> None:
         """Hand over what is to be given back; see [Note: who drops a boundary]."""
-        self.dropped.append(_Dropped(self.index, self.key, self.lease, self.ahead))
+        self.dropped.append(self.give_up())
+
+    def give_up(self) -> _Dropped:
+        """Return what is to be given back, after which the boundary has no bytes. Idempotent."""
+        given_back = _Dropped(self.index, self.key, self.lease, self.ahead)
+        self.data = self.tensor = self.lease = self.ahead = self.coming = None
+        return given_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +225,28 @@ class Activations:
             self._sent_before = self._sent
             self._collect()
 
+    def close(self) -> None:
+        """Forget all boundaries, whose leases end with the session, so that nothing views its memory. Idempotent."""
+        boundaries = [each for reference in self._order.values() if (each := reference()) is not None]
+        for boundary in boundaries:
+            if boundary.leaving is None or boundary.leaving.is_done:
+                boundary.give_up()
+        self._dropped.clear()
+        self._landing.clear()
+        self._parking.clear()
+        self._released = self._next_lease = None
+
     def end_step(self, step: int) -> None:
-        """Take note of the end of a step. It does not wait."""
+        """Give back all boundaries, because the step is over and no backward of its forwards follows. It does not wait.
+
+        torch may keep the graph of a forward that has failed, or had no backward, for as long as the process lives.
+        """
+        self._collect()
+        for boundary in [each for reference in self._order.values() if (each := reference()) is not None]:
+            # The device may still write to the lease of one that is leaving; the next step gives that back.
+            if boundary.leaving is None or boundary.leaving.is_done:
+                self._dropped.append(boundary.give_up())
+        self._staying.clear()
         self._collect()
         self._refused_bytes = None
         sums, self._sums = self._sums, _Sums()
@@ -396,6 +422,8 @@ class Activations:
             boundary.leaving = None
         if boundary.is_changed:
             raise RuntimeError(_CHANGED)
+        if boundary.lease is None:
+            raise RuntimeError("backward of a forward that was made before the last step: its boundaries are gone")
         has_come = boundary.coming is not None and boundary.coming.is_answered
         self._depth.begin(stalled=boundary.ahead is None and not has_come)
         if boundary.ahead is None:
@@ -419,7 +447,8 @@ class Activations:
             pending, boundary.coming = boundary.coming, None
             try:
                 return (pending or self._recall(boundary)).wait()
-            except StoreBudgetError:
+            except StoreBudgetError as error:
+                _forget_frames(error)
                 # Others that were recalled have its room, or those that have landed still had it.
                 self._depth.limit()
                 self._park_others()
@@ -466,7 +495,8 @@ class Activations:
                 elif number == 0 and each.coming.is_answered and self._device.type != CPU:
                     pending, each.coming = each.coming, None
                     self._begin_ahead(each, pending.wait())
-            except StoreBudgetError:
+            except StoreBudgetError as error:
+                _forget_frames(error)
                 self._depth.limit()
                 return
             except StoreUnavailableError:
@@ -483,8 +513,8 @@ class Activations:
             try:
                 boundary.lease = self._store.park_activation(pending.wait())
                 self._parking.append(boundary.lease)
-            except StoreBudgetError:
-                continue
+            except StoreBudgetError as error:
+                _forget_frames(error)
 
     # These methods give back what is not needed any more.
 
@@ -495,7 +525,8 @@ class Activations:
         while self._dropped:
             dropped = self._dropped.popleft()
             self._order.pop(dropped.index, None)
-            if (known := self._known.get(dropped.key)) is not None and known() is None:
+            known = self._known.get(dropped.key)
+            if known is not None and ((boundary := known()) is None or boundary.index == dropped.index):
                 del self._known[dropped.key]
             if dropped.ahead is not None and dropped.lease is not None:
                 dropped.ahead.drop()
@@ -596,6 +627,13 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, whole
     begin = int(tensor.storage_offset()) * tensor.itemsize
     return begin, begin + nbytes
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the frames in which a call has failed: gRPC keeps its error, and its frames would keep boundaries."""
+    error.__traceback__ = None
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = None
 
 
 def _has_left(reference: weakref.ref[_Boundary]) -> bool:
