@@ -230,7 +230,10 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         update_twice,
     ),
     "a gradient that is not parked": (*(CODE.FAILED_PRECONDITION, "is leased by this session already"), use_parked),
-    "parking of other bytes": (*(CODE.FAILED_PRECONDITION, "is not for a gradient; only those are parked"), park_other),
+    "parking of other bytes": (
+        *(CODE.FAILED_PRECONDITION, "is not for a gradient or an activation; only those are parked"),
+        park_other,
+    ),
     "parking of no lease": (
         *(CODE.NOT_FOUND, "lease 99 is not held by this session"),
         lambda r: r.call("ParkGradients", lease_ids=[99]),
