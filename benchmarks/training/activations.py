@@ -249,7 +249,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 1,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
     contestant: Annotated[str, typer.Option(hidden=True, help="Run one contestant in this process.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,

@@ -113,7 +113,11 @@ SET: dict[str, Any] = {
     "wandb": {"enabled": True},
     "comet": {"enabled": True, "api_key": "secret"},
     "csv_monitor": {"enabled": True},
-    "activation_checkpointing": {"partition_activations": True},
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 4,
+    },
     "compile": {"deepcompile": True},
     "graph_harvesting": True,
     "checkpoint": {
