@@ -54,7 +54,7 @@ suite: venv ## Run the tests alone
 	$(PYTEST)
 
 # These are the tests whose results have differed between Python versions or builds of torch so far: memory,
-# descriptors, warnings, the compiler, the standard library. They are few, so CI runs them in addition to all tests.
+# descriptors, warnings, the compiler, the standard library. They are few, so they can be run with each Python.
 chosen-tests: venv ## Run the tests that depend most on the Python version and the build of torch
 	$(PYTEST) tests/unit/storage tests/unit/paramserver tests/faults/test_fuzz.py tests/faults/test_shim.py \
 	  tests/integration/test_data_plane.py tests/integration/test_model_use.py
