@@ -43,6 +43,6 @@ def test_settings_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-def test_activations_in_host_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="save_on_cpu"):
+def test_activations_in_host_memory_are_refused_with_the_key_of_the_config() -> None:
+    with pytest.raises(ConfigError, match='"cpu_checkpointing": true'):
         checkpointing.configure(None, checkpoint_in_cpu=True)
