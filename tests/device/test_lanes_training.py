@@ -31,8 +31,8 @@ from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
+from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import RankStore
 
 # `make mutants` sets this, to run each case under each schedule; otherwise each case runs under two of them.
 THOROUGH = "PARAMSERVER_ALL_SCHEDULES"
@@ -305,13 +305,13 @@ def test_boundaries_of_checkpoints_in_the_store_have_the_same_bits(
     section = {"activations": {"offload": True, "smallest": 1024}}
     moved = replace(run, config=configs(paramserver=section))
     parked: list[int] = []
-    park = RankStore.park_activation
+    park = ActivationLeases.park
 
-    def count(store: RankStore, leased: LeasedBytes) -> LeasedBytes:
+    def count(leases: ActivationLeases, leased: LeasedBytes) -> LeasedBytes:
         parked.append(leased.nbytes)
-        return park(store, leased)
+        return park(leases, leased)
 
-    with mock.patch.object(RankStore, "park_activation", count):
+    with mock.patch.object(ActivationLeases, "park", count):
         found = train(moved, schedule)
     # In each forward all boundaries leave but for the newest one or two.
     assert len(parked) >= 2 * 2 * (4 - 2)

@@ -349,7 +349,7 @@ class Activations:
         self._sums.moved_bytes += boundary.nbytes
         self._recorder.boundary(moved=boundary.nbytes)
         if self._sent < self._sent_before:
-            self._next_lease = boundary.nbytes, self._store.acquire_activation(boundary.nbytes)
+            self._next_lease = boundary.nbytes, self._store.activations.acquire(boundary.nbytes)
 
     def _park(self, boundary: _Boundary, tensor: torch.Tensor, began: float) -> None:
         """Park the lease of a boundary, whose bytes are in it."""
@@ -359,7 +359,7 @@ class Activations:
             # The device may have copied bytes of both versions.
             boundary.is_changed = True
             return
-        boundary.lease = self._store.park_activation(boundary.lease)
+        boundary.lease = self._store.activations.park(boundary.lease)
         self._parking.append(boundary.lease)
 
     def _lease(self, nbytes: int) -> LeasedBytes | None:
@@ -377,7 +377,7 @@ class Activations:
         try:
             while True:
                 try:
-                    return (pending or self._store.acquire_activation(nbytes)).wait()
+                    return (pending or self._store.activations.acquire(nbytes)).wait()
                 except StoreBudgetError as error:
                     # The store counts a lease until it is parked.
                     if not self._finish_parking() and pending is None:
@@ -458,7 +458,7 @@ class Activations:
                 return self._recall(boundary).wait()
         except StoreUnavailableError as error:
             if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
-                raise self._store.activations_lost() from error
+                raise self._store.activations.lost() from error
             raise
         finally:
             ended = time.monotonic()
@@ -467,7 +467,7 @@ class Activations:
 
     def _recall(self, boundary: _Boundary) -> Pending[LeasedBytes]:
         assert boundary.lease is not None, "it is in the store"
-        pending = self._store.recall_activation(boundary.lease)
+        pending = self._store.activations.recall(boundary.lease)
         began, nbytes, depth = time.monotonic(), boundary.nbytes, self._depth
         pending.on_response(lambda _: depth.note_recall(nbytes, time.monotonic() - began))
         return pending
@@ -511,7 +511,7 @@ class Activations:
                 continue
             pending, boundary.coming = boundary.coming, None
             try:
-                boundary.lease = self._store.park_activation(pending.wait())
+                boundary.lease = self._store.activations.park(pending.wait())
                 self._parking.append(boundary.lease)
             except StoreBudgetError as error:
                 _forget_frames(error)

@@ -23,11 +23,13 @@ from paramserver.contract.bearer import TraceParent
 from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from trainer_client.errors import DaemonRestartedError, StoreError, StoreNotFoundError
+from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.recorder import Cause, Link, Recorder
+from trainer_client.transport import lease_calls
+from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
-from trainer_client.transport.channel import Pending, translate
+from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.transport.device_memory import DeviceMemory
 from trainer_client.transport.journal import (
@@ -47,7 +49,7 @@ from trainer_client.transport.journal import (
 from trainer_client.transport.later_commit import LaterCommits, LaterValues
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.pinning import Driver
-from trainer_client.transport.planes import LeasedBytes, Parked, Plane, check
+from trainer_client.transport.planes import LeasedBytes, Plane, check
 from trainer_client.transport.session import OnRankGone
 from trainer_client.transport.shard_group_name import ShardGroupName
 
@@ -70,6 +72,7 @@ class RankStore:
 
     Attributes:
         asks_to_park: whether the store asks this rank to park gradients that it does not use for a while.
+        activations: the leases for activations.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
 
@@ -113,8 +116,6 @@ class RankStore:
         self._job = pb.OpenJobRequest()
         # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
-        # A thread of its own reads activations over streams.
-        self._streamed = ThreadPoolExecutor(1, "paramserver-activations")
         self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
         self._wait_for_copies: Callable[[], None] = lambda: None
@@ -132,6 +133,7 @@ class RankStore:
             on_rank_gone=on_rank_gone,
         )
         self._attachments = Attachments(attach, address, credentials, self._recorder, survival)
+        self.activations = ActivationLeases(self._attachments, self._hand_overs)
 
     @property
     def reattach_seconds(self) -> float:
@@ -150,7 +152,7 @@ class RankStore:
         """End the session, and with it all leases; idempotent."""
         self._later_commits.close()
         self._hand_overs.shutdown(cancel_futures=True)
-        self._streamed.shutdown(wait=False, cancel_futures=True)
+        self.activations.close()
         self._attachments.close()
         self._later_commits.join()
 
@@ -432,10 +434,10 @@ class RankStore:
                 self._later_commits.newest.wait_until_voted()
             self._attachments.wait_for_voted_commit()
             memory = self._offer_again(at)
-            future = _acquire(at, wants)
+            future = lease_calls.acquire(at, wants)
             if self._recorder.is_tracing:
                 future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
-            return Pending(future, partial(finish, at, memory), waited, partial(_release_granted, at))
+            return Pending(future, partial(finish, at, memory), waited, partial(lease_calls.release_granted, at))
 
         # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
         return RepeatedCall(self._attachments, ask)
@@ -447,7 +449,7 @@ class RankStore:
         ]
 
         def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
-            return [_open_write(at, lease) for lease in response.leases]
+            return [lease_calls.open_write(at, lease) for lease in response.leases]
 
         # All other kinds are written only as a part of a commit, so this wait counts as one for the commit.
         of_gradients = all(want.slab.kind == GRAD for want in wants)
@@ -457,7 +459,8 @@ class RankStore:
             self._recorder.stalled(cause, where, began, ended)
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
-            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_release_granted, at))
+            release = partial(lease_calls.release_granted, at)
+            return Pending(lease_calls.acquire(at, wants), partial(finish, at), waited, release)
 
         call = RepeatedCall(self._attachments, ask)
         if of_gradients:
@@ -482,17 +485,7 @@ class RankStore:
             if not at.owns(leased):
                 return None
             kept = self._attachments.journal.keep(group, leased.data)
-
-        sent = Pending(self._hand_overs.submit(_send_to_park, at, leased, is_sent=is_sent), lambda _: None)
-        parked = Parked(nbytes=leased.data.numel(), sent=sent)
-        return LeasedBytes(
-            lease_id=leased.lease_id,
-            version=leased.version,
-            data=torch.empty(0, dtype=torch.uint8) if kept is None else kept,
-            plane=leased.plane,
-            asks_to_park=True,
-            parked=parked,
-        )
+        return lease_calls.park(self._hand_overs, at, leased, is_sent=is_sent, kept=kept)
 
     def recall(self, slab: SlabName, parked: LeasedBytes, step: int) -> Pending[list[LeasedBytes]]:
         """Request a parked gradient, to read and write it again; the result has one lease.
@@ -507,7 +500,7 @@ class RankStore:
             (lease,) = response.leases
             if at.owns(parked) and lease.lease_id == parked.lease_id:
                 return [replace(at.plane.open_read(lease), asks_to_park=lease.park)]
-            leased = _open_write(at, lease)
+            leased = lease_calls.open_write(at, lease)
             self.refill(slab.group, leased, parked)
             return [leased]
 
@@ -518,7 +511,8 @@ class RankStore:
             if at.owns(parked):
                 # The store refuses to lease a gradient again that is not parked yet.
                 at.plane.flush(parked)
-            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_release_granted, at))
+            release = partial(lease_calls.release_granted, at)
+            return Pending(lease_calls.acquire(at, wants), partial(finish, at), waited, release)
 
         return RepeatedCall(self._attachments, ask)
 
@@ -531,58 +525,6 @@ class RankStore:
         if not former.has_data:
             raise self._attachments.gradient_lost(group)
         leased.data.copy_(former.data)
-
-    # These methods keep activations in the store. None of them is repeated with the next daemon.
-
-    def acquire_activation(self, nbytes: int) -> Pending[LeasedBytes]:
-        """Request a write lease for an activation. The result of `wait` raises StoreBudgetError if there is no room."""
-        at = self._attachments.current
-        future = _acquire_activation(at, pb.ActivationUse(size_bytes=nbytes))
-        return Pending(
-            future, lambda response: at.plane.open_write(response.leases[0]), release=partial(_release_granted, at)
-        )
-
-    def park_activation(self, leased: LeasedBytes) -> LeasedBytes:
-        """Park an activation, and return its lease without the bytes. It does not wait.
-
-        The caller must not touch the bytes of `leased` any more. The result can be recalled or released.
-
-        Raises:
-            DaemonRestartedError: its daemon is gone, and the activation with it.
-        """
-        at = self._attachments.current
-        if not at.owns(leased):
-            raise self.activations_lost()
-        sent = Pending(self._hand_overs.submit(_send_to_park, at, leased, is_sent=False), lambda _: None)
-        return LeasedBytes(
-            lease_id=leased.lease_id,
-            version=0,
-            data=torch.empty(0, dtype=torch.uint8),
-            plane=leased.plane,
-            parked=Parked(nbytes=leased.data.numel(), sent=sent),
-        )
-
-    def recall_activation(self, parked: LeasedBytes) -> Pending[LeasedBytes]:
-        """Request a parked activation, to read it; the lease stays the same one.
-
-        Over streams, a thread reads the bytes while the caller goes on.
-
-        Raises:
-            DaemonRestartedError: its daemon is gone, and the activation with it.
-        """
-        at = self._attachments.current
-        if not at.owns(parked):
-            raise self.activations_lost()
-        at.plane.flush(parked)
-        future = _acquire_activation(at, pb.ActivationUse(lease_id=parked.lease_id))
-        pending = Pending(future, lambda response: at.plane.open_read(response.leases[0]))
-        if parked.plane.is_mapped:
-            return pending
-        return Pending(self._streamed.submit(pending.wait), lambda leased: leased)
-
-    def activations_lost(self) -> DaemonRestartedError:
-        """Return the error for activations that only the lost daemon had."""
-        return self._attachments.activations_lost()
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -842,29 +784,6 @@ class RankStore:
         return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
 
 
-def _send_to_park(at: Attachment, leased: LeasedBytes, *, is_sent: bool) -> None:
-    """Make the bytes visible to the store unless they are, and park the lease; runs on the thread of hand-overs."""
-    at.check()
-    if not is_sent:
-        leased.plane.flush(leased)
-    at.check_leases()
-    try:
-        at.begin(at.stub.ParkGradients, pb.ParkGradientsRequest(lease_ids=[leased.lease_id])).result()
-    except grpc.RpcError as error:
-        # The lease may have been consumed or released before this call was made.
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise translate(error) from error
-
-
-def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
-    at.check()
-    return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
-
-
-def _acquire_activation(at: Attachment, use: pb.ActivationUse) -> Future[Any]:
-    return _acquire(at, [pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_WRITE, activation=use)])
-
-
 def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> LeasedBytes:
     """Return a read lease with its bytes, in host memory or in the memory of this rank's device."""
     if memory is not None and lease.HasField("device"):
@@ -876,15 +795,6 @@ def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> 
     if memory is not None and lease.HasField("keep"):
         return replace(leased, keep=memory.range(lease.keep, lease.size_bytes))
     return leased
-
-
-def _open_write(at: Attachment, lease: pb.Lease) -> LeasedBytes:
-    leased = at.plane.open_write(lease)
-    return replace(leased, asks_to_park=True) if lease.park else leased
-
-
-def _release_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
-    at.release_quietly(lease.lease_id for lease in response.leases)
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
