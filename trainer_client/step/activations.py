@@ -10,25 +10,20 @@ autograd saves. A tensor is a boundary if the code of torch.utils.checkpoint sav
 autograd.Function. All other tensors stay what they are; `pack` only notes their version, because torch does not compare
 versions itself where hooks are set. Within a checkpointed part torch's own hooks are in place, or nothing is saved.
 
-[Note: the life of a boundary] A boundary stays on the device until `_Depth.staying` newer ones were saved, because
+[Note: the life of a boundary] A boundary stays on the device until `RecallDepth.staying` newer ones were saved, because
 backward needs the newest first: those have no time to go and come. Then memory of the store is leased, the out-lane
 copies the bytes, and the lease is parked. When backward takes a boundary, the ones before it are recalled, as many as
 hide the time of a recall behind the backward of the parts between; the nearest of them begins its copy to the device.
 What comes back stays on the device until torch drops it. If the store has no room, a boundary stays where it is.
 
-[Note: one storage, one boundary] What is moved is a range of bytes of a storage: all of it, or the part that a tensor
-spans if this is less than half. So a tensor keeps its strides, and tensors that several checkpoints save, or that are
-views of one another, are moved once, as long as their version is the same.
-
 [Note: who drops a boundary] torch drops what `pack` returned when the backward of that part is over, or the graph is
-gone. This may happen on any thread and within any call, so `_Boundary.__del__` only puts the lease into a queue, which
+gone. This may happen on any thread and within any call, so `Boundary.__del__` only puts the lease into a queue, which
 the next call of `Activations` empties.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections import deque
@@ -36,7 +31,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 
 import torch
 import torch.utils.checkpoint
@@ -46,110 +40,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainer_client.device import CPU
 from trainer_client.errors import StoreBudgetError, StoreUnavailableError
-from trainer_client.lanes.lanes import Copy, CopyAhead, Lanes
+from trainer_client.lanes.lanes import CopyAhead, Lanes
 from trainer_client.recorder import Cause, Link, Recorder
-from trainer_client.step.window import Window
+from trainer_client.step.boundary import (
+    CHANGED,
+    Boundary,
+    Dropped,
+    Kept,
+    Key,
+    Saved,
+    check_version,
+    is_saved_by_checkpoint,
+    range_of,
+)
+from trainer_client.step.recall_depth import RecallDepth
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
-
-_CHECKPOINT = torch.utils.checkpoint.__file__
-_FUNCTION = torch.autograd.function.__file__
-
-# The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
-_MOST_STAYING = 2
-_MOST_AHEAD = 8
-
-_CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
-    "the model saved for backward, or that it passed to torch.utils.checkpoint, was changed after that"
-)
-
-# The identity of the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
-_Key = tuple[StorageWeakRef, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor that stays where it is, with its version when it was saved."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def unpack(self) -> torch.Tensor:
-        _check_version(self.tensor, self.version)
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A tensor as a view of the bytes of a boundary."""
-
-    boundary: _Boundary
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def view(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the tensor over the bytes of the boundary."""
-        empty = torch.empty(0, dtype=self.dtype, device=data.device)
-        return empty.set_(
-            data.untyped_storage(), data.storage_offset() // self.dtype.itemsize + self.offset, self.size, self.stride
-        )
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Boundary:
-    """A boundary, wherever it is.
-
-    Attributes:
-        index: its number in the order in which boundaries were saved.
-        key: identifies its bytes when it was saved.
-        nbytes: its size.
-        dropped: where the lease goes when torch drops the boundary.
-        data: its bytes on the device; None: they have left it, or are about to.
-        tensor: a tensor of its storage with the version to compare; None when `data` is.
-        leaving: the copy into the store's memory; None: it is done, or was not begun.
-        lease: the lease, parked or not; None: it has none.
-        coming: the recall of a parked lease that was requested.
-        ahead: the copy from the lease to the device.
-        is_changed: whether the tensor was changed in place before it was copied.
-    """
-
-    index: int
-    key: _Key
-    nbytes: int
-    dropped: deque[_Dropped]
-    data: torch.Tensor | None
-    tensor: torch.Tensor | None
-    leaving: Copy | None = None
-    lease: LeasedBytes | None = None
-    coming: Pending[LeasedBytes] | None = None
-    ahead: CopyAhead | None = None
-    is_changed: bool = False
-
-    def __del__(self) -> None:
-        """Hand over what is to be given back; see [Note: who drops a boundary]."""
-        self.dropped.append(self.give_up())
-
-    def give_up(self) -> _Dropped:
-        """Return what is to be given back, after which the boundary has no bytes. Idempotent."""
-        given_back = _Dropped(self.index, self.key, self.lease, self.ahead)
-        self.data = self.tensor = self.lease = self.ahead = self.coming = None
-        return given_back
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """What is left of a boundary that torch has dropped."""
-
-    index: int
-    key: _Key
-    lease: LeasedBytes | None
-    ahead: CopyAhead | None
 
 
 class Activations:
@@ -188,20 +97,20 @@ class Activations:
         self._profiles = profiles
         self._next_index = 0
         # The boundaries that torch has not dropped, by their bytes and by their number.
-        self._known: dict[_Key, weakref.ref[_Boundary]] = {}
-        self._order: dict[int, weakref.ref[_Boundary]] = {}
-        self._dropped: deque[_Dropped] = deque()
+        self._known: dict[Key, weakref.ref[Boundary]] = {}
+        self._order: dict[int, weakref.ref[Boundary]] = {}
+        self._dropped: deque[Dropped] = deque()
         # The newest boundaries, which have not left the device yet.
-        self._staying: deque[weakref.ref[_Boundary]] = deque()
+        self._staying: deque[weakref.ref[Boundary]] = deque()
         # The boundaries whose copies into the store may not be done, and the leases whose parking may not be.
-        self._leaving: deque[weakref.ref[_Boundary]] = deque()
+        self._leaving: deque[weakref.ref[Boundary]] = deque()
         self._parking: deque[LeasedBytes] = deque()
         # A lease that was requested before a boundary needs it, with its size.
         self._next_lease: tuple[int, Pending[LeasedBytes]] | None = None
         # The leases that the device may still copy from, and the last call that has released some of them.
         self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
         self._released: Pending[None] | None = None
-        self._depth = _Depth()
+        self._depth = RecallDepth()
         # The numbers of boundaries that have left the device in this forward, and in the last one.
         self._sent = self._sent_before = 0
         # The size from which on the store has refused boundaries in this step; None if it has refused none.
@@ -259,26 +168,26 @@ class Activations:
 
     # These methods are called by torch.
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> Kept | Saved:
         """Return what torch keeps for a tensor that it saves."""
-        if not self._may_leave(tensor) or not _is_saved_by_checkpoint():
+        if not self._may_leave(tensor) or not is_saved_by_checkpoint():
             # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
-            return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         self._collect()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
-        begin, end = _range_of(tensor)
+        begin, end = range_of(tensor)
         key = (StorageWeakRef(tensor.untyped_storage()), tensor._version, begin, end)
         known = self._known.get(key)
         boundary = None if known is None else known()
         if boundary is None:
             boundary = self._save(tensor, key)
         offset = int(tensor.storage_offset()) - begin // tensor.itemsize
-        return _Saved(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
+        return Saved(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
-    def _unpack(self, packed: _Kept | _Saved) -> torch.Tensor:
+    def _unpack(self, packed: Kept | Saved) -> torch.Tensor:
         """Return the tensor for which `_pack` returned `packed`."""
-        if isinstance(packed, _Kept):
+        if isinstance(packed, Kept):
             return packed.unpack()
         boundary = packed.boundary
         self._collect()
@@ -287,7 +196,7 @@ class Activations:
         if boundary.data is None:
             self._bring_back(boundary)
         elif boundary.tensor is not None:
-            _check_version(boundary.tensor, boundary.key[1])
+            check_version(boundary.tensor, boundary.key[1])
         assert boundary.data is not None, "it was there, or has come back"
         self._fetch_before(boundary)
         self._depth.resume()
@@ -301,17 +210,17 @@ class Activations:
             return False
         if isinstance(tensor._base, nn.Parameter):
             return False
-        begin, end = _range_of(tensor)
+        begin, end = range_of(tensor)
         return end - begin >= self._smallest_bytes
 
     # These methods move boundaries to the store.
 
-    def _save(self, tensor: torch.Tensor, key: _Key) -> _Boundary:
+    def _save(self, tensor: torch.Tensor, key: Key) -> Boundary:
         """Return a new boundary, which stays where it is for now, and send older ones to the store."""
         nbytes = key[3] - key[2]
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         data.set_(tensor.untyped_storage(), key[2], (nbytes,), (1,))
-        boundary = _Boundary(
+        boundary = Boundary(
             index=self._next_index, key=key, nbytes=nbytes, dropped=self._dropped, data=data, tensor=tensor.detach()
         )
         self._next_index += 1
@@ -329,7 +238,7 @@ class Activations:
                 self._send(oldest)
         return boundary
 
-    def _send(self, boundary: _Boundary) -> None:
+    def _send(self, boundary: Boundary) -> None:
         """Begin to copy a boundary into memory of the store, if that has room."""
         data, tensor = boundary.data, boundary.tensor
         assert data is not None and tensor is not None, "it was never sent"
@@ -351,7 +260,7 @@ class Activations:
         if self._sent < self._sent_before:
             self._next_lease = boundary.nbytes, self._store.activations.acquire(boundary.nbytes)
 
-    def _park(self, boundary: _Boundary, tensor: torch.Tensor, began: float) -> None:
+    def _park(self, boundary: Boundary, tensor: torch.Tensor, began: float) -> None:
         """Park the lease of a boundary, whose bytes are in it."""
         assert boundary.lease is not None, "it was sent"
         self._recorder.moved(Link.TO_STORE, "", boundary.nbytes, began)
@@ -415,13 +324,13 @@ class Activations:
 
     # These methods bring boundaries back.
 
-    def _bring_back(self, boundary: _Boundary) -> None:
+    def _bring_back(self, boundary: Boundary) -> None:
         """Have the bytes of a boundary on the device, behind a copy that the current stream waits for."""
         if boundary.leaving is not None:
             boundary.leaving.wait()
             boundary.leaving = None
         if boundary.is_changed:
-            raise RuntimeError(_CHANGED)
+            raise RuntimeError(CHANGED)
         if boundary.lease is None:
             raise RuntimeError("backward of a forward that was made before the last step: its boundaries are gone")
         has_come = boundary.coming is not None and boundary.coming.is_answered
@@ -439,7 +348,7 @@ class Activations:
         self._recorder.moved(Link.FROM_STORE, "", boundary.nbytes, began)
         self._release_landed()
 
-    def _arrive(self, boundary: _Boundary) -> LeasedBytes:
+    def _arrive(self, boundary: Boundary) -> LeasedBytes:
         """Wait until the bytes of a boundary are in host memory, and return its lease."""
         assert boundary.lease is not None, "it is in the store"
         began = time.monotonic()
@@ -465,18 +374,18 @@ class Activations:
             self._sums.in_seconds += ended - began
             self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
 
-    def _recall(self, boundary: _Boundary) -> Pending[LeasedBytes]:
+    def _recall(self, boundary: Boundary) -> Pending[LeasedBytes]:
         assert boundary.lease is not None, "it is in the store"
         pending = self._store.activations.recall(boundary.lease)
         began, nbytes, depth = time.monotonic(), boundary.nbytes, self._depth
         pending.on_response(lambda _: depth.note_recall(nbytes, time.monotonic() - began))
         return pending
 
-    def _begin_ahead(self, boundary: _Boundary, leased: LeasedBytes) -> None:
+    def _begin_ahead(self, boundary: Boundary, leased: LeasedBytes) -> None:
         boundary.lease = leased
         boundary.ahead = self._lanes.copy_ahead(leased.data, leased.pieces())
 
-    def _fetch_before(self, boundary: _Boundary) -> None:
+    def _fetch_before(self, boundary: Boundary) -> None:
         """Begin to bring back the boundaries that were saved before one, because backward needs them next."""
         count = self._depth.resize(boundary.nbytes)
         older = sorted((index for index in self._order if index < boundary.index), reverse=True)
@@ -550,56 +459,6 @@ class Activations:
                 self._released = self._store.release([lease])
 
 
-class _Depth:
-    """How many boundaries stay on the device, and how many are recalled ahead; see [Note: the life of a boundary].
-
-    Both follow from the times that recalls take and that the parts of the model compute between two of them. On an
-    accelerator the host measures only how long it gives work to the device, which is shorter, so both are bounded.
-    """
-
-    def __init__(self) -> None:
-        self._window = Window()
-        self._units = self._window.units
-        self._most = _MOST_AHEAD
-        self._recalled_bytes = 0
-        self._recall_seconds = 0.0
-        self._computes_since: float | None = None
-
-    @property
-    def staying(self) -> int:
-        """The number of the newest boundaries that stay on the device."""
-        return max(1, min(self._units - 1, _MOST_STAYING))
-
-    def note_recall(self, nbytes: int, seconds: float) -> None:
-        """Record how long the store took to bring bytes back. Any thread may call this, one at a time."""
-        self._recalled_bytes += nbytes
-        self._recall_seconds += seconds
-
-    def begin(self, *, stalled: bool) -> None:
-        """Record that a boundary is needed now, and whether it has to be waited for."""
-        if self._computes_since is not None:
-            self._window.note_compute(time.monotonic() - self._computes_since)
-        self._window.note_gather(stalled=stalled)
-
-    def resume(self) -> None:
-        """Take note that a part of the model computes from now on."""
-        self._computes_since = time.monotonic()
-
-    def pause(self) -> None:
-        """Take note that the computation from now on is not that of backward."""
-        self._computes_since = None
-
-    def resize(self, nbytes: int) -> int:
-        """Return how many boundaries of about this size to recall ahead."""
-        self._window.note_fetches(self._recalled_bytes, self._recall_seconds)
-        self._units = self._window.resize(nbytes)
-        return min(self._units, self._most)
-
-    def limit(self) -> None:
-        """Recall fewer boundaries ahead from now on, because the store has no room for so many."""
-        self._most = max(1, min(self._units, self._most) - 1)
-
-
 @dataclass(slots=True)
 class _Sums:
     """Bytes and waits of one step."""
@@ -610,23 +469,9 @@ class _Sums:
     in_seconds: float = 0.0
 
 
-def _is_saved_by_checkpoint() -> bool:
-    """Return whether torch.utils.checkpoint has the tensor saved for which torch calls the caller of this function."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == _FUNCTION:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
-
-
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes [begin, end) of its storage that are moved for a tensor; see the note on storages."""
-    whole = tensor.untyped_storage().nbytes()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    nbytes = int(span) * tensor.itemsize
-    if 2 * nbytes >= whole:
-        return 0, whole
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    return begin, begin + nbytes
+def _has_left(reference: weakref.ref[Boundary]) -> bool:
+    boundary = reference()
+    return boundary is None or boundary.leaving is None or boundary.leaving.is_done
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -634,14 +479,3 @@ def _forget_frames(error: BaseException) -> None:
     error.__traceback__ = None
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = None
-
-
-def _has_left(reference: weakref.ref[_Boundary]) -> bool:
-    boundary = reference()
-    return boundary is None or boundary.leaving is None or boundary.leaving.is_done
-
-
-def _check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise what torch raises for a tensor that was changed after it was saved."""
-    if tensor._version != version:
-        raise RuntimeError(_CHANGED)

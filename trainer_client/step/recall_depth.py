@@ -1,0 +1,64 @@
+"""How many boundaries of activation checkpoints stay on the device, and how many come back ahead of their use.
+
+This module computes both from times that `activations` has measured. It must never look at a boundary.
+"""
+
+from __future__ import annotations
+
+import time
+
+from trainer_client.step.window import Window
+
+# The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
+_MOST_STAYING = 2
+_MOST_AHEAD = 8
+
+
+class RecallDepth:
+    """How many boundaries stay on the device, and how many are recalled ahead; see [Note: the life of a boundary].
+
+    Both follow from the times that recalls take and that the parts of the model compute between two of them. On an
+    accelerator the host measures only how long it gives work to the device, which is shorter, so both are bounded.
+    """
+
+    def __init__(self) -> None:
+        self._window = Window()
+        self._units = self._window.units
+        self._most = _MOST_AHEAD
+        self._recalled_bytes = 0
+        self._recall_seconds = 0.0
+        self._computes_since: float | None = None
+
+    @property
+    def staying(self) -> int:
+        """The number of the newest boundaries that stay on the device."""
+        return max(1, min(self._units - 1, _MOST_STAYING))
+
+    def note_recall(self, nbytes: int, seconds: float) -> None:
+        """Record how long the store took to bring bytes back. Any thread may call this, one at a time."""
+        self._recalled_bytes += nbytes
+        self._recall_seconds += seconds
+
+    def begin(self, *, stalled: bool) -> None:
+        """Record that a boundary is needed now, and whether it has to be waited for."""
+        if self._computes_since is not None:
+            self._window.note_compute(time.monotonic() - self._computes_since)
+        self._window.note_gather(stalled=stalled)
+
+    def resume(self) -> None:
+        """Take note that a part of the model computes from now on."""
+        self._computes_since = time.monotonic()
+
+    def pause(self) -> None:
+        """Take note that the computation from now on is not that of backward."""
+        self._computes_since = None
+
+    def resize(self, nbytes: int) -> int:
+        """Return how many boundaries of about this size to recall ahead."""
+        self._window.note_fetches(self._recalled_bytes, self._recall_seconds)
+        self._units = self._window.resize(nbytes)
+        return min(self._units, self._most)
+
+    def limit(self) -> None:
+        """Recall fewer boundaries ahead from now on, because the store has no room for so many."""
+        self._most = max(1, min(self._units, self._most) - 1)
