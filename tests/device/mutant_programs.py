@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -145,13 +146,12 @@ def _no_room_for_sums() -> Any:
 
 
 @contextmanager
-def _forward_without_memory() -> Iterator[None]:
-    """Let the third allocation of a unit fail, and the loop repeat its forward."""
-    allocate, forward, calls = FlatGroup.allocate, Engine.forward, [0]
+def forward_without_memory(fails_at: int) -> Iterator[None]:
+    """Let one allocation of a unit fail, by its number from 1, and the loop repeat its forward."""
+    allocate, forward, numbers = FlatGroup.allocate, Engine.forward, count(1)
 
     def allocate_or_fail(group: FlatGroup) -> None:
-        calls[0] += 1
-        if calls[0] == 3:
+        if next(numbers) == fails_at:
             raise torch.OutOfMemoryError("there is no memory on this device")
         allocate(group)
 
@@ -166,6 +166,7 @@ def _forward_without_memory() -> Iterator[None]:
         mock.patch.object(Engine, "forward", forward_again),
     ):
         yield
+    assert next(numbers) > fails_at + 1, "no allocation has failed, or the loop has ended with it"
 
 
 @contextmanager
@@ -329,7 +330,7 @@ ALONE: Mapping[str, Program] = {
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
-    "a forward without memory": _train(_on("nvme"), _forward_without_memory),
+    "a forward without memory": _train(_on("nvme"), partial(forward_without_memory, 3)),
     "parameters in the store": _train(_at("fp32", "zero-3 + parameters nvme", 1), schedules=_VERY_LATE),
     "states on the device": _train(_at("fp32, each micro-batch", "zero-2", 1)),
 }

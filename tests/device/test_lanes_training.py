@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config
 
@@ -21,15 +20,13 @@ from tests.device import lag, matrix, matrix_chains
 from tests.device.lanes_cases import mutated
 from tests.device.matrix_cells import PART
 from tests.device.matrix_rank import Task
-from tests.device.mutant_programs import gradients_changed
+from tests.device.mutant_programs import forward_without_memory, gradients_changed
 from tests.device.training_on_lanes import Lateness, launch, train
 from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
-from trainer_client.engine import Engine
-from trainer_client.model.flat_group import FlatGroup
 from trainer_client.step import gradients
 from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
@@ -231,29 +228,8 @@ def test_a_forward_without_memory_gives_its_leases_back_and_can_be_repeated(
     fails_at: int, right: Result, configs: Configs
 ) -> None:
     """Many training loops go on after an error of this kind, with a smaller batch."""
-    allocate, calls = FlatGroup.allocate, 0
-
-    def allocate_or_fail(group: FlatGroup) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == fails_at:
-            raise torch.OutOfMemoryError("there is no memory on this device")
-        allocate(group)
-
-    forward = Engine.forward
-
-    def forward_again(engine: Engine, *arguments: Any, **named: Any) -> Any:
-        try:
-            return forward(engine, *arguments, **named)
-        except torch.OutOfMemoryError:
-            return forward(engine, *arguments, **named)
-
-    with (
-        mock.patch.object(FlatGroup, "allocate", allocate_or_fail),
-        mock.patch.object(Engine, "forward", forward_again),
-    ):
+    with forward_without_memory(fails_at):
         repeated = train(Run(steps=2, config=configs("nvme")), "copies late")
-    assert calls > fails_at
     assert_bit_equal(repeated, right)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import trainer_client
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
+from tests.integration.support.parking import assert_nothing_left, small_and_plenty
 from tests.integration.support.training import Run, assert_bit_equal, launch, train_through_store
 from trainer_client.errors import DaemonRestartedError, StoreUnavailableError
 
@@ -31,12 +31,8 @@ SMALL = 5 * MIB
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
     """A daemon with too little memory for all boundaries, and one with plenty."""
-    directory = tmp_path_factory.mktemp("activations")
-    with (
-        Daemon(directory / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as small,
-        Daemon(directory / "plenty", {"host_budget": 64 * MIB, "nvme_budget": "1GiB"}) as plenty,
-    ):
-        yield small, plenty
+    with small_and_plenty(tmp_path_factory.mktemp("activations"), SMALL) as both:
+        yield both
 
 
 class Block(nn.Module):
@@ -140,22 +136,6 @@ def assert_same(
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     assert [name for name, value in found[1].items() if not torch.equal(value, expected[1][name])] == []
-
-
-def assert_nothing_left(daemon: Daemon) -> None:
-    """Check that no activation, no gradient and no lease is left, and that a holder explains every byte."""
-    until = time.monotonic() + 30
-    while True:
-        with admin_of(daemon.address) as admin:
-            accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=30).accounts
-        found = [tier.gradient_bytes + tier.activation_bytes for tier in tiers(daemon.address)]
-        left = [
-            h for a in accounts for h in a.holdings if h.holder in ("leases", "under way", "quarantine") and h.bytes
-        ]
-        if not left and not any(found) and not any(a.unexplained_bytes for a in accounts):
-            return
-        assert time.monotonic() < until, (left, found, accounts)
-        time.sleep(0.05)
 
 
 CASES = [(True, 1), (False, 1), (True, 3), (False, 3)]

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import trainer_client
-from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
 from tests.integration.support.outliving import differences, make_plan, outlive
+from tests.integration.support.parking import PLENTY, assert_nothing_left, small_and_plenty
 from tests.integration.support.ranks import END_SECONDS, Launch
 from tests.integration.support.store_client import Clients
 from tests.integration.support.training import (
@@ -38,18 +38,13 @@ LAYERS = 12
 # The optimizer's smallest buffers are 1.75 MiB. Four layers' gradients and three layers take 1.4 MB, and all gradients
 # 2.5 MB, for which the daemon would ask for 5 MB.
 SMALL = 3584 << 10
-PLENTY = 64 * MIB
 
 
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
     """A daemon with too little memory for all gradients, and one with plenty."""
-    directory = tmp_path_factory.mktemp("gradients")
-    with (
-        Daemon(directory / "small", {"host_budget": SMALL, "nvme_budget": "1GiB"}) as small,
-        Daemon(directory / "plenty", {"host_budget": PLENTY, "nvme_budget": "1GiB"}) as plenty,
-    ):
-        yield small, plenty
+    with small_and_plenty(tmp_path_factory.mktemp("gradients"), SMALL) as both:
+        yield both
 
 
 def config(daemon: Daemon, job: str, stage: int, **section: Any) -> dict[str, Any]:
@@ -115,29 +110,6 @@ def test_spilled_gradients_give_the_bits_of_torch(daemons: tuple[Daemon, Daemon]
     run = replace(run, config=run.config | {"paramserver": run.config["paramserver"] | {"job": f"torch {name}"}})
     assert_bit_equal(train_through_store(run), train_with_masters(run))
     assert_nothing_left(daemons[0])
-
-
-def assert_nothing_left(daemon: Daemon) -> None:
-    """Check that no gradient and no lease is left, and that a holder explains every byte."""
-    until = time.monotonic() + 30
-    while True:
-        with admin_of(daemon.address) as admin:
-            accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=30).accounts
-        left = [
-            (pb.Tier.Name(account.tier), holding.holder, holding.bytes)
-            for account in accounts
-            for holding in account.holdings
-            if holding.holder in ("leases", "under way", "quarantine") and holding.bytes
-        ]
-        host, nvme = tiers(daemon.address)
-        if (
-            not left
-            and host.gradient_bytes == nvme.gradient_bytes == 0
-            and not any(a.unexplained_bytes for a in accounts)
-        ):
-            return
-        assert time.monotonic() < until, (left, host.gradient_bytes, nvme.gradient_bytes, accounts)
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
