@@ -402,15 +402,18 @@ class Gradients:
         try:
             return await waiting
         except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                # The request was granted at the moment at which the caller was cancelled.
-                self._scratch.free(waiting.result())
-                raise
-            if waiting in self._waiting or self._failure is None:
+            if self._free_granted(waiting) or waiting in self._waiting or self._failure is None:
                 raise
             raise type(self._failure)(*self._failure.args) from self._failure
         finally:
             self._waiting.discard(waiting)
+
+    def _free_granted(self, request: asyncio.Future[ArenaRange]) -> bool:
+        """Free the room that a request got at the moment at which its caller was cancelled; return whether it did."""
+        if not request.done() or request.cancelled() or request.exception() is not None:
+            return False
+        self._scratch.free(request.result())
+        return True
 
     async def _room_for_activation(self, activation: Activation) -> ArenaRange:
         """Wait until no other request waits and there is room; see [Note: activations].
@@ -428,8 +431,7 @@ class Gradients:
         try:
             return await granted
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._scratch.free(granted.result())
+            self._free_granted(granted)
             raise
         finally:
             deadline.cancel()

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
@@ -30,7 +31,6 @@ from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
 from storage.tiers.lent import Loan
-from storage.tiers.source import LenderInfo
 from storage.upkeep import HeldStep
 
 
@@ -113,7 +113,8 @@ class StoreView:
             info.leased_bytes = engine.gpu.leased_bytes
             info.evictable_bytes = info.used_bytes - info.leased_bytes
         elif engine.remote is not None and tier is engine.remote:
-            info.lenders.extend(_describe_lender(lender) for lender in engine.remote.lenders)
+            # The fields of the record have the names of those of the message.
+            info.lenders.extend(admin_pb.TierInfo.Lender(**asdict(lender)) for lender in engine.remote.lenders)
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.gradient_bytes = engine.gradients.spilled_bytes
@@ -315,23 +316,6 @@ def _describe_loan(loan: Loan) -> admin_pb.TierInfo.Loan:
         bytes_read=loan.bytes_read,
         bytes_written=loan.bytes_written,
         taken_back_bytes=loan.taken_back_bytes,
-    )
-
-
-def _describe_lender(lender: LenderInfo) -> admin_pb.TierInfo.Lender:
-    return admin_pb.TierInfo.Lender(
-        address=lender.address,
-        state=lender.state,
-        problem=lender.problem,
-        size_bytes=lender.size_bytes,
-        used_bytes=lender.used_bytes,
-        hits=lender.hits,
-        misses=lender.misses,
-        wrong_blocks=lender.wrong_blocks,
-        timeouts=lender.timeouts,
-        losses=lender.losses,
-        bytes_per_second=lender.bytes_per_second,
-        nvme_bytes_per_second=lender.nvme_bytes_per_second,
     )
 
 
