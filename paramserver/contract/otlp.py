@@ -124,7 +124,9 @@ class SpanSender:
     def end(self, span: Any, ended: float, attributes: Mapping[str, str | int]) -> None:
         """End a span that was begun, and queue it for the collector."""
         span.set_attributes(dict(attributes))
-        span.end(_unix_nanoseconds(ended))
+        # Beginning and end are converted one after the other, between which the difference of the two clocks may change
+        # by some hundred nanoseconds. A shorter span would end before it begins.
+        span.end(max(span.start_time, _unix_nanoseconds(ended)))
 
     def add(self, parent: Parent, name: str, began: float, ended: float, attributes: Mapping[str, str | int]) -> None:
         """Queue a span that has both begun and ended, below `parent`."""
