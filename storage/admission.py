@@ -215,9 +215,9 @@ class Admission:
     def _last_need(self) -> HostNeed:
         """Return the need of all jobs as it was when one of them was opened, registered, ended or deleted last.
 
-        Each lease of a gradient asks for it, and computing it takes milliseconds in a store of a thousand jobs. The
-        copies of a job without ranks may have come or gone meanwhile. So the answer may only decide which gradients
-        leave the arena, and never whether a job is admitted.
+        Each lease of a gradient or an activation asks for it, and computing it takes milliseconds in a store of a
+        thousand jobs. The copies of a job without ranks may have come or gone meanwhile. So the answer may only decide
+        which gradients leave the arena and which activations come, and never whether a job is admitted.
         """
         if self._known_need is None:
             self._known_need = self._all_need()
