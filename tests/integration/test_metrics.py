@@ -124,12 +124,18 @@ def test_parked_gradients_are_counted_on_the_tier_that_has_them(tmp_path: Path) 
             assert sum(gradients()) == len(leases) * round_up(4 * numel)
             leases.append(rank.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=1))
             rank.call("ParkGradients", lease_ids=[leases[-1].lease_id])
-        host, nvme = gradients()
-        assert host > 0 and nvme > 0 and host + nvme == len(leases) * round_up(4 * numel)
-        shown = {tier.tier: tier.gradient_bytes for tier in tiers(daemon.address)}
-        assert shown == {pb.TIER_HOST: host, pb.TIER_NVME: nvme}
-        page = json.loads(read(address, path="/data.json"))
-        assert {tier["name"]: tier["gradient_bytes"] for tier in page["tiers"]} == {"host": host, "nvme": nvme}
+
+        def all_agree() -> bool:
+            host, nvme = gradients()
+            assert host > 0 and nvme > 0 and host + nvme == len(leases) * round_up(4 * numel)
+            shown = {tier.tier: tier.gradient_bytes for tier in tiers(daemon.address)}
+            page = {
+                tier["name"]: tier["gradient_bytes"] for tier in json.loads(read(address, path="/data.json"))["tiers"]
+            }
+            return shown == {pb.TIER_HOST: host, pb.TIER_NVME: nvme} and page == {"host": host, "nvme": nvme}
+
+        # The daemon may still be spilling a gradient between two of the readings.
+        wait_until(all_agree)
         for lease in leases:
             rank.release(lease)
         assert gradients() == (0, 0)
