@@ -5,6 +5,7 @@
 #pragma once
 
 #include "backend.h"
+#include "shapes.h"
 
 namespace lag {
 
@@ -289,7 +290,7 @@ class Call {
     return found.value_or(c10::Device(kType, c10::DeviceIndex(current_device)));
   }
 
-  // Runs the meta kernel; false if there is none for this call, because the result depends on values.
+  // Makes the outputs in the shapes that the meta kernel gives; false if there is none for this call.
   bool shape_outputs() {
     bool makes_outputs = false, has_out = false;
     for (const c10::Argument& returned : schema_.returns()) {
@@ -302,6 +303,25 @@ class Call {
     outputs_.resize(schema_.returns().size());
     output_blobs_.resize(outputs_.size());
     if (!makes_outputs && !has_out) return true;
+    KnownShapes shapes = known_shapes();
+    if (!*shapes) return false;
+    resize_out_arguments(**shapes);
+    make_outputs(**shapes);
+    return true;
+  }
+
+  KnownShapes known_shapes() const {
+    CallName call(schema_.operator_name());
+    for (const c10::IValue& value : inputs_) call.add(value);
+    KnownShapes known = call.is_whole() ? shapes_of_calls.find(call.bytes()) : nullptr;
+    if (known) return known;
+    known = std::make_shared<const std::optional<Shapes>>(run_meta_kernel());
+    if (call.is_whole()) shapes_of_calls.keep(call.bytes(), known);
+    return known;
+  }
+
+  // Nothing if there is no meta kernel for this call, because its result depends on values.
+  std::optional<Shapes> run_meta_kernel() const {
     auto to_meta = [](const at::Tensor& tensor) {
       if (!is_here(tensor) && tensor.dim() == 0) return tensor;  // numbers keep their rules of promotion
       return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.dtype()).device(at::kMeta));
@@ -313,15 +333,30 @@ class Call {
       else if (value.isDevice()) metas.push_back(c10::Device(at::kMeta));
       else metas.push_back(value.isGenerator() ? c10::IValue() : replaced(value, to_meta));
     }
-    Stack shaped(metas.begin(), metas.end());
+    Stack made(metas.begin(), metas.end());
     try {
-      op_.callBoxed(&shaped);
+      op_.callBoxed(&made);
     } catch (const std::exception&) {
-      return false;
+      return std::nullopt;
     }
-    resize_out_arguments(metas);
-    make_outputs(shaped);
-    return true;
+    Shapes shapes{std::vector<Shapes::Result>(made.size()), {}};
+    for (size_t i = 0; i < made.size(); i++)
+      if (!is_written(schema_.returns()[i])) shapes.results[i] = result_of(made[i]);
+    for (size_t i = 0; i < inputs_.size(); i++)
+      if (is_out(i)) shapes.outs.emplace_back(i, *shape_of(metas[i].toTensor()));
+    return shapes;
+  }
+
+  static std::optional<Shape> shape_of(const at::Tensor& meta) {
+    if (!meta.defined()) return std::nullopt;
+    return Shape{meta.sizes().vec(), meta.strides().vec(), meta.scalar_type()};
+  }
+
+  static Shapes::Result result_of(const c10::IValue& made) {
+    if (made.isTensor()) return {false, {shape_of(made.toTensor())}};
+    Shapes::Result result{true, {}};
+    for (const at::Tensor& tensor : made.toTensorVector()) result.tensors.push_back(shape_of(tensor));
+    return result;
   }
 
   bool is_out(size_t i) const {
@@ -335,31 +370,34 @@ class Call {
   }
 
   // Variants with `out` make their outputs as large as they need them.
-  void resize_out_arguments(const std::vector<c10::IValue>& metas) {
-    for (size_t i = 0; i < inputs_.size(); i++) {
-      if (!is_out(i)) continue;
-      at::Tensor out = inputs_[i].toTensor(), wanted = metas[i].toTensor();
-      if (!is_here(out) || out.sizes() == wanted.sizes()) continue;
-      out.unsafeGetTensorImpl()->set_sizes_and_strides(wanted.sizes(), wanted.strides());
-      grow(out, (out.storage_offset() + wanted.numel()) * out.element_size());
+  void resize_out_arguments(const Shapes& shapes) {
+    for (const auto& [i, wanted] : shapes.outs) {
+      at::Tensor out = inputs_[i].toTensor();
+      if (!is_here(out) || out.sizes() == c10::IntArrayRef(wanted.sizes)) continue;
+      out.unsafeGetTensorImpl()->set_sizes_and_strides(wanted.sizes, wanted.strides);
+      grow(out, (out.storage_offset() + out.numel()) * out.element_size());
     }
   }
 
-  void make_outputs(const Stack& shaped) {
+  void make_outputs(const Shapes& shapes) {
     for (size_t i = 0; i < outputs_.size(); i++) {
       if (is_written(schema_.returns()[i])) continue;
-      auto make = [&](const at::Tensor& shape) {
-        at::Tensor made = empty_strided(shape.sizes(), shape.strides(), output_dtype(i, shape), {}, device_, {});
-        output_blobs_[i].push_back(blob_of(made));
-        return made;
-      };
-      outputs_[i] = replaced(shaped[i], make);
+      std::vector<at::Tensor> tensors;
+      for (const std::optional<Shape>& shape : shapes.results[i].tensors)
+        tensors.push_back(shape ? make_output(i, *shape) : at::Tensor());
+      outputs_[i] = shapes.results[i].is_list ? c10::IValue(tensors) : c10::IValue(tensors[0]);
     }
+  }
+
+  at::Tensor make_output(size_t i, const Shape& shape) {
+    at::Tensor made = empty_strided(shape.sizes, shape.strides, output_dtype(i, shape.dtype), {}, device_, {});
+    output_blobs_[i].push_back(blob_of(made));
+    return made;
   }
 
   // The statistics of a layer norm have another dtype in the CPU's kernel than in the meta kernel, which is CUDA's.
-  c10::ScalarType output_dtype(size_t output, const at::Tensor& shape) {
-    if (output == 0 || std::strcmp(name_, "aten::native_layer_norm") != 0) return shape.scalar_type();
+  c10::ScalarType output_dtype(size_t output, c10::ScalarType dtype) {
+    if (output == 0 || std::strcmp(name_, "aten::native_layer_norm") != 0) return dtype;
     at::Tensor input = inputs_[0].toTensor();
     bool is_mixed = inputs_[2].isTensor() && inputs_[2].toTensor().scalar_type() != input.scalar_type();
     return is_mixed ? at::kFloat : input.scalar_type();

@@ -1,7 +1,8 @@
 // Streams whose tasks run late, each in order on a thread of its own, and the events between them.
 //
 // A task begins when its lag is over or when the host waits for it, directly or through the events that other streams
-// wait for. So a lag does not make a test slow, and cannot make one hang.
+// wait for. To ask for an event again and again is to wait for it, too. So a lag does not make a test slow, and cannot
+// make one hang.
 //
 // One mutex, `world`, guards all state of the device. No thread holds it while it runs a task, waits for the GIL or
 // calls torch. Functions whose name ends in `_locked` need it.
@@ -194,8 +195,19 @@ inline void note_accesses_locked(const Lane& lane, const Work& work, const Vecto
 // delay the others, so its waits take none of the host's virtual time.
 inline thread_local bool thread_submits = false;
 
+// How often this thread of the host has asked for one event since it submitted a task.
+struct Asked {
+  int lane = -1;
+  uint64_t seq = 0;
+  int times = 0;
+};
+inline thread_local Asked asked;
+// A thread that has asked so often, and does nothing else with the device, waits for the event.
+constexpr int kAsksOfAWait = 4;
+
 inline Event submit_locked(Lane& lane, Work work) {
   thread_submits = true;
+  asked = {};
   next_moment_locked(lane);
   note_accesses_locked(lane, work, lane.clock);
   schedule.host_seconds += schedule.host_seconds_of_a_task;
@@ -250,7 +262,11 @@ inline void host_waits(const Event& event) {
 // A poll takes no virtual time, because how often a program polls, and with which answer, depends on the machine.
 inline bool is_over(const Event& event) {
   Lock lock(world);
-  if (lane_locked(event.lane).done < event.seq) return false;
+  if (lane_locked(event.lane).done < event.seq) {
+    if (asked.lane != event.lane || asked.seq != event.seq) asked = {event.lane, event.seq, 0};
+    if (++asked.times >= kAsksOfAWait) lane_locked(event.lane).demand_locked(event.seq);
+    return false;
+  }
   host_clock.join(event.clock);
   return true;
 }
