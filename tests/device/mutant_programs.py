@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.device import lag, lanes_cases
@@ -42,10 +43,8 @@ from trainer_client.step.gradients import Gradients
 LATE = {
     "all late": Lateness(all_ms=20),
     "compute late": Lateness(compute_ms=300),
-    # With one rank, a wait of the host ends a lag, so that a long one costs no time. With several, the host looks again
-    # and again instead, and each wait takes as long as the lag.
+    # A wait of the host ends a lag, so that a long one costs little time.
     "copies very late": Lateness(lane_ms={"in": 1000, "out": 1000}),
-    "copies late": Lateness(lane_ms={"in": 60, "out": 60}),
 }
 
 
@@ -131,14 +130,36 @@ def _train(
     return Program(run=run, schedules=schedules)
 
 
-def _park_gradients(late: Lateness, _: str, job: str) -> str:
-    """Train on a store that asks for parking, so that sums which come back to the device give up their lease."""
-    with (
-        TemporaryDirectory() as directory,
-        Daemon(Path(directory) / "state", {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}) as daemon,
-        _gradients_dropped(),
-    ):
-        return digest(train(Run(layers=12, steps=1, config=config_of(daemon.address, job, "nvme")), late))
+def _park_gradients(
+    *contexts: Callable[[], AbstractContextManager[Any]], schedules: Sequence[str], **fields: Any
+) -> Program:
+    """Return a program that trains on a store of its own, which has the ranks park gradients."""
+
+    def run(late: Lateness, _: str, job: str) -> str:
+        with ExitStack() as entered:
+            address = entered.enter_context(_store_that_asks_to_park())
+            for context in contexts:
+                entered.enter_context(context())
+            return digest(train(Run(layers=12, steps=1, config=config_of(address, job, "nvme"), **fields), late))
+
+    return Program(run=run, schedules=schedules)
+
+
+@contextmanager
+def _store_that_asks_to_park() -> Iterator[str]:
+    """Run a store whose host memory is smaller than the gradients of 12 layers, for all ranks; its address."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with ExitStack() as started:
+        address = [""]
+        if is_first:
+            directory = started.enter_context(TemporaryDirectory())
+            budgets = {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}
+            address = [started.enter_context(Daemon(Path(directory) / "state", budgets)).address]
+        if dist.is_initialized():
+            dist.broadcast_object_list(address)
+        yield address[0]
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def _no_room_for_sums() -> Any:
@@ -315,7 +336,7 @@ def _at(training: str, place: str, world_size: int) -> Callable[[str, str], Run]
     return lambda address, job: run_of(training, place, world_size, address, job)
 
 
-_VERY_LATE, _LATE = ("copies very late",), ("copies late",)
+_VERY_LATE = ("copies very late",)
 
 # The programs of one rank and of two, those that find most first.
 ALONE: Mapping[str, Program] = {
@@ -326,7 +347,8 @@ ALONE: Mapping[str, Program] = {
     "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_VERY_LATE),
     "passes are added": _train(_on("nvme"), _passes_added, schedules=_VERY_LATE),
     "a backward fails": _train(_on("nvme"), _backward_fails, schedules=_VERY_LATE),
-    "gradients are parked": Program(run=_park_gradients, schedules=_VERY_LATE),
+    # Sums that come back to the device give up their lease.
+    "gradients are parked": _park_gradients(_gradients_dropped, schedules=_VERY_LATE),
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
@@ -338,9 +360,10 @@ TOGETHER: Mapping[str, Program] = {
     "collectives": Program(run=_use_collectives, schedules=("all late",)),
     "nvme": _train(_on("nvme", clipping=0.5)),
     "host, accumulation": _train(_on("cpu", accumulation=2)),
-    "gradients are changed": _train(_on("nvme", accumulation=2), gradients_changed, schedules=_LATE),
-    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_LATE),
-    "a small root": _train(_on("nvme"), _small_root, schedules=_LATE),
+    "gradients are changed": _train(_on("nvme", accumulation=2), gradients_changed, schedules=_VERY_LATE),
+    "gradients are dropped": _train(_on("nvme"), _gradients_dropped, schedules=_VERY_LATE),
+    "a small root": _train(_on("nvme"), _small_root, schedules=_VERY_LATE),
+    "a small root is parked": _park_gradients(_small_root, schedules=_VERY_LATE, clipping=0.5),
     "reductions in fp32": _train(_reducing_in_fp32, schedules=("all late",)),
     "polls in between": _train(
         _at("fp32, each micro-batch", "zero-2 + optimizer host", 2), _polls_in_between, schedules=("compute late",)
