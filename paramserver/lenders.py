@@ -39,6 +39,10 @@ _OPTIONS: Options = (
 )
 
 
+class _UnreachableError(LenderError):
+    """The lender does not answer, or refuses the connection."""
+
+
 class DaemonLender:
     """One daemon that may lend memory. It fulfils `Lender`."""
 
@@ -64,6 +68,15 @@ class DaemonLender:
         loan = _Loan(channel, metadata, on_size, on_end, self._close_channel)
         try:
             await loan.open(self._borrower, size_bytes)
+        except _UnreachableError as error:
+            loan.close()
+            if tls is None:
+                raise
+            # With TLS 1.3 a client cannot tell a server that refuses its certificate from one that has died.
+            raise LenderError(
+                f"{error}; if that daemon serves, look into its log for a failed TLS handshake, which means that its "
+                f"tls_client_ca has not signed remote.tls_certificate {self._section.tls_certificate} for a client"
+            ) from error
         except BaseException:
             loan.close()
             raise
@@ -114,14 +127,15 @@ class _Loan:
             await self._holding.write(pb.BorrowMemoryRequest(borrower=borrower, size_bytes=size_bytes))
             granted = await self._holding.read()
             if not isinstance(granted, pb.BorrowMemoryResponse):
-                raise LenderError(await _reason(self._holding))
+                raise await _error_of(self._holding)
             opening = pb.AccessLoanRequest(open=pb.AccessLoanRequest.Open(loan_id=granted.loan_id))
             for _ in range(2):
                 call: Any = self._channel.stream_stream(f"{_SERVICE}/AccessLoan")(metadata=self._metadata)
                 self._streams.append(_AnsweredStream(call, opening.SerializeToString(), self._end))
                 await call.initial_metadata()
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            raise LenderError(_text(error)) from error
+            unreachable = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
+            raise (_UnreachableError if unreachable else LenderError)(_text(error)) from error
         self._on_size(granted.size_bytes)
         self._following = asyncio.ensure_future(self._follow())
 
@@ -266,6 +280,12 @@ class _AnsweredStream:
 
 def _fits(chunk: Chunk, first_byte: int, buffer: memoryview) -> bool:
     return chunk.first_byte == first_byte and len(chunk.data) == len(buffer)
+
+
+async def _error_of(call: Any) -> LenderError:
+    """Return the error of a call that has ended without an answer."""
+    unreachable = await call.code() is grpc.StatusCode.UNAVAILABLE
+    return (_UnreachableError if unreachable else LenderError)(await _reason(call))
 
 
 async def _reason(call: Any) -> str:

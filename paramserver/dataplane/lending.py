@@ -19,7 +19,7 @@ from paramserver.dataplane.raw_stream import RawContext, next_message, run_trans
 from paramserver.errors import UnavailableError
 from paramserver.rpc import convert
 from paramserver.rpc.urgency import Urgency
-from paramserver.security.gate import Context, Gate, certificate_name, check_owner
+from paramserver.security.gate import Context, ForeignLoanError, Gate, certificate_name
 from paramserver.security.principals import Principal
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.errors import DataLossError, InvalidRequestError, NotFoundError
@@ -37,12 +37,29 @@ _KEPT = pb.AccessLoanResponse(kept=pb.AccessLoanResponse.Kept()).SerializeToStri
 _GONE = pb.AccessLoanResponse(gone=pb.AccessLoanResponse.Gone()).SerializeToString()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Borrower:
+    """The caller of BorrowMemory or AccessLoan: its token's principal, and the common name of its certificate.
+
+    A daemon without a `token_file` has one principal for all callers, so there the certificate alone tells two
+    borrowers apart.
+    """
+
+    principal: Principal
+    certificate: str
+
+    @property
+    def identity(self) -> str:
+        """Both names, for operators and for the limit of one borrower."""
+        return f"{self.principal.name} {self.certificate}".strip()
+
+
 @dataclass(slots=True, eq=False)
 class _Granted:
     """A loan with its owner and the streams that use it."""
 
     loan: Loan
-    owner: Principal
+    owner: _Borrower
     transfers: set[Transfer] = field(default_factory=set)
 
 
@@ -78,9 +95,9 @@ class Lending:
         if self._is_stopping:
             raise UnavailableError("the store daemon is shutting down")
         self._check_open()
-        identity = f"{principal.name} {certificate_name(context)}".strip()
-        loan = self._lent.open(borrower, identity, context.peer(), request.size_bytes)
-        granted, loan_id = _Granted(loan, principal), secrets.token_hex(16)
+        owner = _Borrower(principal=principal, certificate=certificate_name(context))
+        loan = self._lent.open(borrower, owner.identity, context.peer(), request.size_bytes)
+        granted, loan_id = _Granted(loan, owner), secrets.token_hex(16)
         self._granted[loan_id] = granted
         listening = asyncio.ensure_future(_until_closed(requests))
         try:
@@ -100,7 +117,7 @@ class Lending:
         while not listening.done():
             if loan.is_ended:
                 raise UnavailableError("the store daemon is shutting down")
-            check_owner(self._gate.principal(context), granted.owner)
+            _check_owner(self._gate.principal(context), context, granted.owner)
             loan.changed.clear()
             if told != loan.size_bytes:
                 told = loan.size_bytes
@@ -114,6 +131,7 @@ class Lending:
 
         Raises:
             StorageError: a message is malformed or damaged, or the loan has ended.
+            RefusedError: the loan is another borrower's.
         """
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -124,8 +142,8 @@ class Lending:
             raise InvalidRequestError("the first message of AccessLoan must be open")
         granted = self._granted.get(request.open.loan_id)
         if granted is None:
-            raise NotFoundError("the loan is unknown or has ended; borrow anew")
-        check_owner(principal, granted.owner)
+            raise NotFoundError(ForeignLoanError.text)
+        _check_owner(principal, context, granted.owner)
         if len(granted.transfers) >= MAX_STREAMS_OF_A_LOAN:
             raise InvalidRequestError(f"a loan has at most {MAX_STREAMS_OF_A_LOAN} streams")
         with self._chunk_budget.open(request.open.loan_id, "", Urgency.PREFETCH) as transfer:
@@ -167,6 +185,22 @@ class Lending:
         """Refuse loans from now on, and end those that there are."""
         self._is_stopping = True
         self._lent.close()
+
+
+def _check_owner(principal: Principal, context: Context | RawContext, owner: _Borrower) -> None:
+    """Check that a caller is the borrower to which a loan was granted, with the same rights as then.
+
+    Raises:
+        ForeignLoanError: the caller has another token or certificate, or the token's rights have changed since.
+    """
+    caller = _Borrower(principal=principal, certificate=certificate_name(context))
+    if caller != owner:
+        raise ForeignLoanError(f"{_described(caller)} asks for a loan that {_described(owner)} has")
+
+
+def _described(borrower: _Borrower) -> str:
+    certificate = f" with certificate {borrower.certificate}" if borrower.certificate else ""
+    return f"token {borrower.principal.name}{certificate}"
 
 
 def _keep(loan: Loan, chunk: Chunk) -> bool:

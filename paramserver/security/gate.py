@@ -58,6 +58,13 @@ class ForeignSessionError(RefusedError):
     text = "the session is unknown or has ended; open a new one"
 
 
+class ForeignLoanError(RefusedError):
+    """The loan was granted to another token or certificate, or to other rights than the token has now."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    text = "the loan is unknown or has ended; borrow anew"
+
+
 class Gate:
     """The check of the token that a call carries."""
 

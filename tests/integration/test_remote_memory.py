@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -23,6 +22,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1.parameter_store_pb2_grpc import ParameterStoreStub
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from tests.faults.lenders import KINDS, play, train_without_lenders
+from tests.integration.support.borrowing import Borrower, read, tier_of
 from tests.integration.support.daemon import Daemon, admin_of
 
 STEPS = 30
@@ -54,12 +54,6 @@ def eventually(condition: Callable[[], Any]) -> Any:
     return result
 
 
-def tier_of(daemon: Daemon, tier: pb.Tier) -> admin_pb.TierInfo:
-    with admin_of(daemon.address) as admin:
-        tiers = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
-    return next(info for info in tiers if info.tier == tier)
-
-
 def test_both_ends_show_the_loan_and_a_withdrawn_token_ends_it(tmp_path: Path) -> None:
     tokens, mine = tmp_path / "tokens.toml", tmp_path / "borrower.token"
     mine.write_text(add_token(tokens, "node3", Role.BORROWER))
@@ -76,8 +70,7 @@ def test_both_ends_show_the_loan_and_a_withdrawn_token_ends_it(tmp_path: Path) -
             assert f"lender {lender.address}: on trial" in borrowed
             lent = printed(lender, "tiers", credentials=("--token-file", str(tmp_path / "operator.token")))
             assert "lent: 0 bytes of lend_budget 8.4 MB" in lent and "(token node3" in lent
-            with channel_to(lender.address, token=admin_token) as channel:
-                (loan,) = StoreAdminStub(channel).GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers[0].loans
+            (loan,) = tier_of(lender, pb.TIER_HOST, admin_token).loans
             assert loan.token == "node3" and loan.size_bytes == 4 * MIB and str(tmp_path / "borrower") in loan.borrower
             tokens.write_text(
                 "".join(
@@ -121,31 +114,6 @@ def test_a_borrower_may_borrow_and_nothing_else_and_a_job_may_not(tmp_path: Path
                     )
                 )
             assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
-
-
-class Borrower:
-    """A borrower that writes its messages by hand."""
-
-    def __init__(self, channel: grpc.Channel, size_bytes: int) -> None:
-        self._store = ParameterStoreStub(channel)
-        # The stream stays open, because the queue has no end.
-        requests: SimpleQueue[pb.BorrowMemoryRequest | None] = SimpleQueue()
-        requests.put(pb.BorrowMemoryRequest(borrower="b", size_bytes=size_bytes))
-        self.loan = self._store.BorrowMemory(iter(requests.get, None), timeout=60)
-        self.granted = next(self.loan)
-        self._requests = requests
-
-    def close(self) -> None:
-        """Close the stream, which ends the loan."""
-        self._requests.put(None)
-
-    def access(self, *messages: pb.AccessLoanRequest) -> Any:
-        opening = pb.AccessLoanRequest(open=pb.AccessLoanRequest.Open(loan_id=self.granted.loan_id))
-        return self._store.AccessLoan(iter([opening, *messages]), timeout=20)
-
-
-def read(first_byte: int, size_bytes: int) -> pb.AccessLoanRequest:
-    return pb.AccessLoanRequest(read=pb.AccessLoanRequest.Span(first_byte=first_byte, size_bytes=size_bytes))
 
 
 def test_hostile_messages_of_a_borrower_are_refused_and_take_nothing(tmp_path: Path) -> None:

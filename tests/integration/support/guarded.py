@@ -27,6 +27,8 @@ from tests.integration.support.ranks import free_port
 from trainer_client.transport.credentials import Credentials
 
 LOG_SECONDS = 10.0
+# The daemons that may borrow memory: each has a token and a certificate of this name.
+BORROWERS = ("node3", "node4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class Guarded:
 
     @property
     def certificates(self) -> Path:
-        """The directory of ca.pem, server.pem and client.pem."""
+        """The directory of ca.pem, server.pem, client.pem and a certificate for each of BORROWERS."""
         return self.directory / "tls"
 
     def credentials(self, name: str | None, **changes: Any) -> Credentials:
@@ -86,13 +88,14 @@ def guarded_daemon(**config: Any) -> Iterator[Guarded]:
     try:
         directory.chmod(0o755)
         certificates, token_file = directory / "tls", directory / "tokens.toml"
-        make_certificates(certificates, ["127.0.0.1"], ["client"], 1)
+        make_certificates(certificates, ["127.0.0.1"], ["client", *BORROWERS], 1)
         past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=1)
         tokens = {
             "operator": add_token(token_file, "operator", Role.ADMIN),
             "alice": add_token(token_file, "alice", Role.JOB, ["alice-*"]),
             "bob": add_token(token_file, "bob", Role.JOB, ["bob", "shared/*"]),
             "late": add_token(token_file, "late", Role.ADMIN, expires=past),
+            **{name: add_token(token_file, name, Role.BORROWER) for name in BORROWERS},
         }
         address = f"127.0.0.1:{free_port()}"
         settings = {
