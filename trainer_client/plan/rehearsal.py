@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from trainer_client.errors import ConfigError
 from trainer_client.plan.heap import Heap
@@ -196,10 +196,15 @@ class GradientRule:
 
 
 class _Live(TorchDispatchMode):
-    """A torch mode that records the storages that are allocated and freed, and the calls of operators."""
+    """A torch mode that records the storages that are allocated and freed, and the calls of operators.
+
+    It counts operations by torch's table itself. torch's FlopCounterMode hooks the modules, and these hooks keep the
+    memory of checkpointed parts until the backward pass is over.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
         self.events: list[Event] = []
         self.operations: Counter[Operation] = Counter()
         self._seen: set[int] = set()
@@ -218,6 +223,8 @@ class _Live(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if (count := flop_registry.get(getattr(func, "overloadpacket", None))) is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result))
         if not func.is_view and func.namespace != "prim":
             self.operations[_operation(func, args, kwargs)] += 1
         for leaf in tree_leaves(result):
@@ -265,7 +272,7 @@ def rehearse(
             live.know(tensor)
         _install(model, live)
         try:
-            with FlopCounterMode(display=False) as flops, live:
+            with live:
                 loss = loss_of(model(**inputs))
                 loss.backward()
         except ConfigError:
@@ -278,7 +285,7 @@ def rehearse(
         del loss
     return Rehearsal(
         operations=dict(live.operations),
-        flops=int(flops.get_total_flops()),
+        flops=live.flops,
         events=tuple(live.events),
         tokens=max((t.numel() for t in inputs.values() if not t.is_floating_point()), default=0),
     )

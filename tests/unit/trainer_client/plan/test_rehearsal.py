@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.probe import operand_sets, seconds_of
 from trainer_client.plan.rehearsal import GradientRule, Operation, Rehearsal, TensorSpec, rehearse
 
 WIDTH, SAMPLES = 256, 8
+ROWS = 512
+BOUNDARY = ROWS * WIDTH * 4
 MIB = 1 << 20
 
 
@@ -23,6 +28,39 @@ class Tower(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden.sum()
+
+
+class Block(nn.Module):
+    """A block whose inner result is four times as large as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.narrow(torch.relu(self.wide(hidden)))
+
+
+class Checkpointed(nn.Module):
+    """A first layer, and blocks that are computed again in the backward pass."""
+
+    def __init__(self, blocks: int, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.reentrant = reentrant
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=self.reentrant)
+        return hidden.square().mean()
+
+
+def checkpointed(blocks: int, *, reentrant: bool) -> Rehearsal:
+    return rehearse(
+        partial(Checkpointed, blocks, reentrant=reentrant), lambda _: {"hidden": torch.zeros(ROWS, WIDTH)}, None
+    )
 
 
 def rehearsal(dtype: torch.dtype | None = None) -> Rehearsal:
@@ -71,6 +109,13 @@ def test_the_peak_follows_the_gradients_that_are_kept() -> None:
     one_at_once = found.peak_bytes(rule(full=MIB, partition=0, at_once=True), in_heap=False)
     all_until_the_end = found.peak_bytes(rule(full=MIB, partition=0, at_once=False), in_heap=False)
     assert all_until_the_end - one_at_once == pytest.approx(2 * MIB, rel=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block_adds_its_input_to_the_peak_and_nothing_else(reentrant: bool) -> None:
+    peaks = [checkpointed(count, reentrant=reentrant).peak_bytes_without_gradients() for count in (6, 10)]
+
+    assert peaks[1] - peaks[0] == 4 * BOUNDARY
 
 
 def test_parameters_of_another_dtype_halve_the_bytes() -> None:
