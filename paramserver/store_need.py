@@ -14,7 +14,8 @@ from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.store_need import StoreNeed
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.need import HostNeed, versions_needed
+from storage.config import PREFETCH_BYTES
+from storage.need import HostNeed, spilled_bytes, versions_needed
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, TierName
 from storage.slab import Group, Slab, Tally
 from storage.tiers.base import round_up
@@ -22,12 +23,16 @@ from storage.tiers.slots import FIRST_SLOT_BYTE, SLOT_BYTES
 from storage.transform import host_budget_for, tile_buffer_bytes
 
 
-def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_budget: int) -> StoreNeed:
+def find_need(
+    request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_budget: int, boundaries: Sequence[int] = ()
+) -> StoreNeed:
     """Return the bytes that a job takes of one store whose host budget is `host_budget` bytes.
 
     Args:
         request: the request of any of the ranks that share the store.
         groups: the shard groups of all these ranks.
+        boundaries: the sizes of the boundaries of activation checkpoints that each of these ranks moves to the store in
+            a forward, oldest first.
 
     Raises:
         storage.errors.InvalidRequestError: the declaration is not one that a store accepts.
@@ -48,19 +53,30 @@ def find_need(request: pb.OpenJobRequest, groups: Sequence[pb.ShardGroup], host_
     nvme = tally.missing_bytes(
         TierName.NVME, lambda backing: versions_needed(spec, backing, TierName.NVME, is_durable=True)
     )
+    # The ranks move their boundaries at the same time.
+    sizes = [round_up(nbytes) for nbytes in boundaries for _ in range(spec.local_ranks)]
+    spills = not host.keeps_activations(sum(sizes), host_budget, header + buffers)
+    room = host.room_for_parked(host_budget, header + buffers, PREFETCH_BYTES)
+    spilled = spilled_bytes(sizes, room) if spills else 0
+    one_of_each_rank = spec.local_ranks * max(sizes, default=0)
+    # A daemon that reserves room on NVMe for activations reserves it for all gradients, too.
+    reserves_gradients = not fits or bool(spills and sizes)
     return StoreNeed(
         home_bytes=host.home_bytes,
         gradient_bytes=host.all_gradient_bytes if fits else host.gradient_bytes,
         spilled_gradient_bytes=0 if fits else host.all_gradient_bytes,
+        boundary_bytes=sum(sizes),
+        boundary_host_bytes=sum(sizes) - spilled,
+        spilled_boundary_bytes=spilled,
         units_bytes=host.units_bytes,
         units=host.units,
         buffer_bytes=buffers,
         header_bytes=header,
         passing_bytes=sum(tally.passing),
-        least_host_budget=host_budget_for(header + host.total),
+        least_host_budget=host_budget_for(header + host.total + one_of_each_rank),
         version_bytes=tally.paged_bytes,
         written_bytes=tally.by_backing[TierName.NVME],
-        nvme_bytes=nvme + (0 if fits else host.all_gradient_bytes),
+        nvme_bytes=nvme + (host.all_gradient_bytes if reserves_gradients else 0) + (sum(sizes) if spills else 0),
     )
 
 

@@ -140,8 +140,7 @@ class Admission:
 
         All jobs keep what cannot leave the host tier, and prefetches keep `prefetch_bytes` or half of the rest.
         """
-        spare = max(0, self._host.budget_bytes - self._fixed_bytes - self._last_need().total)
-        return spare - min(prefetch_bytes, spare // 2)
+        return self._last_need().room_for_parked(self._host.budget_bytes, self._fixed_bytes, prefetch_bytes)
 
     def forget_need(self) -> None:
         """Have the need of all jobs computed anew; see `_last_need`."""
@@ -178,7 +177,7 @@ class Admission:
             left = budget - (need.total if parks else need.total_without_spilling)
             shares.append(left // sum(each.spec.local_ranks or 1 for each in jobs))
             held = sum(self._gradients.activation_bytes(name) for name in {each.spec.name for each in jobs})
-            fits &= 2 * (held + size) <= budget - need.total_without_spilling
+            fits &= need.keeps_activations(held + size, budget, 0)
         share = min(shares)
         if is_held:
             return share

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# The most bytes of prefetches under way at once, unless a configuration says otherwise.
+PREFETCH_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -28,8 +31,7 @@ class EngineConfig:
     device_timeout_seconds: float = 30.0
     # The most bytes per second that background verification reads. 0 turns the verification off.
     scrub_bytes_per_second: int = 0
-    # The most bytes of prefetches under way at once.
-    prefetch_bytes: int = 256 << 20
+    prefetch_bytes: int = PREFETCH_BYTES
     # The time after which a request that waits for room in host memory is refused.
     admission_timeout_seconds: float = 60.0
     # The most processes that can map the arena at once, because each needs a slot in the arena's header.

@@ -6,6 +6,7 @@ tier, because a planned job has no store.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,25 @@ class HostNeed:
         room = host_budget_bytes - fixed_bytes
         return self.total_without_spilling <= room - room // _PART_LEFT_FREE
 
+    def room_for_parked(self, host_budget_bytes: int, fixed_bytes: int, prefetch_bytes: int) -> int:
+        """Return the bytes of a host budget that gradients and activations may take while they are parked.
+
+        Args:
+            host_budget_bytes, fixed_bytes: see `fits_without_spilling`.
+            prefetch_bytes: the most bytes of prefetches under way, which keep that room, or half of the rest.
+        """
+        spare = max(0, host_budget_bytes - fixed_bytes - self.total)
+        return spare - min(prefetch_bytes, spare // 2)
+
+    def keeps_activations(self, nbytes: int, host_budget_bytes: int, fixed_bytes: int) -> bool:
+        """Return whether activations stay in host memory, because they take at most half of what a step leaves.
+
+        Args:
+            nbytes: the bytes of all activations at once.
+            host_budget_bytes, fixed_bytes: see `fits_without_spilling`.
+        """
+        return 2 * nbytes <= host_budget_bytes - fixed_bytes - self.total_without_spilling
+
     def __str__(self) -> str:
         return (
             f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients at once, "
@@ -98,6 +118,23 @@ class HostNeed:
 def _largest(ascending: Sequence[int], count: int) -> Sequence[int]:
     """Return the `count` last ones of numbers, or all if there are fewer."""
     return ascending[-count:] if count else ()
+
+
+def spilled_bytes(sizes: Iterable[int], room: int) -> int:
+    """Return the bytes that leave the arena if ranges of these sizes are parked one after the other.
+
+    After each, the oldest ones leave until those that stay take `room` bytes at most, as `Gradients.relieve` has it.
+    """
+    kept: deque[int] = deque()
+    staying = spilled = 0
+    for size in sizes:
+        kept.append(size)
+        staying += size
+        while staying > room:
+            oldest = kept.popleft()
+            staying -= oldest
+            spilled += oldest
+    return spilled
 
 
 def versions_needed(job: JobSpec, backing: TierName | None, tier: TierName, *, is_durable: bool) -> int:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.common import report
 from paramserver.device_reads import find_hits
 from paramserver.store_need import find_need
+from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.cli import DEFAULT_CONFIG
 from trainer_client.plan.layout import World
 from trainer_client.plan.machine import Overhead
@@ -65,14 +66,19 @@ def jobs(build: Callable[[], nn.Module]) -> Iterator[tuple[str, Job]]:
         model = build()
 
     @functools.cache
-    def rehearsed(samples: int, dtype: torch.dtype | None) -> Rehearsal:
-        return rehearse(build, lambda _: make_batch(model, None)(samples, TOKENS), dtype)
+    def rehearsed(samples: int, dtype: torch.dtype | None, offload: OffloadRule | None) -> Rehearsal:
+        return rehearse(build, lambda _: make_batch(model, None)(samples, TOKENS), dtype, offload)
 
     for name, nodes in (*(("h100x8", nodes) for nodes in NODES), ("h200x8", NODES[0])):
         yield name, _job(model, rehearsed, find_node(name), nodes)
 
 
-def _job(model: nn.Module, rehearsed: Callable[[int, torch.dtype | None], Rehearsal], node: Node, nodes: int) -> Job:
+def _job(
+    model: nn.Module,
+    rehearsed: Callable[[int, torch.dtype | None, OffloadRule | None], Rehearsal],
+    node: Node,
+    nodes: int,
+) -> Job:
     return Job(
         build=lambda: model,
         rehearse=rehearsed,

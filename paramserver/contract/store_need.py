@@ -20,20 +20,27 @@ class StoreNeed:
         gradient_bytes: host memory for gradients: for all of a step if they fit into the host budget, else for the
             largest ones that the ranks can have at once without parking them.
         spilled_gradient_bytes: bytes on NVMe for gradients that do not fit into the host budget; 0 if all fit.
+        boundary_bytes: bytes of the boundaries of activation checkpoints that the store has at once, after a forward.
+        boundary_host_bytes: host memory that these take: all, or what the rest of a step leaves them.
+        spilled_boundary_bytes: bytes of them that are written to NVMe, because they find no room in host memory.
         units_bytes: host memory for the units that ranks have leased at once and that are placed elsewhere.
         units: number of these units.
         buffer_bytes: host memory for the optimizer's buffers, which depends on the host budget that the caller gave.
         header_bytes: host memory for the arena's header.
         passing_bytes: parameters that are placed elsewhere and pass through host memory.
-        least_host_budget: the smallest host budget with which the daemon admits the job.
+        least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
-        nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job and for spilled gradients.
+        nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job, for spilled gradients, and for
+            boundaries if some are spilled.
     """
 
     home_bytes: int
     gradient_bytes: int
     spilled_gradient_bytes: int
+    boundary_bytes: int
+    boundary_host_bytes: int
+    spilled_boundary_bytes: int
     units_bytes: int
     units: int
     buffer_bytes: int
@@ -46,9 +53,13 @@ class StoreNeed:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that cannot be evicted at the worst moment of a step."""
+        """The bytes of host memory that cannot be evicted at the worst moment of a step, but for boundaries."""
         return self.home_bytes + self.gradient_bytes + self.units_bytes + self.buffer_bytes + self.header_bytes
 
 
-FindNeed: TypeAlias = Callable[[pb.OpenJobRequest, Sequence[pb.ShardGroup], int], StoreNeed]
-"""A function of the request that opens a job, the groups of all ranks that share the store, and the host budget."""
+FindNeed: TypeAlias = Callable[[pb.OpenJobRequest, Sequence[pb.ShardGroup], int, Sequence[int]], StoreNeed]
+"""A function of four arguments.
+
+They are the request that opens a job, the groups of all ranks that share the store, the host budget, and the sizes of
+the boundaries that one rank moves to the store in a forward, oldest first.
+"""

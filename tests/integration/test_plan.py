@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
@@ -16,16 +18,20 @@ from paramserver.contract.store_need import StoreNeed
 from paramserver.store_need import find_need
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from tests.integration.support.daemon import tiers
 from tests.integration.support.waiting import wait_until
 from trainer_client.config.loading import load_config
+from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.layout import Layout, World, lay_out
-from trainer_client.plan.memory import plan_memory
+from trainer_client.plan.memory import MemoryPlan, plan_memory
 from trainer_client.plan.model import build, find_builder
-from trainer_client.plan.rehearsal import Rehearsal
-from trainer_client.plan.step_time import find_traffic
+from trainer_client.plan.rehearsal import Rehearsal, rehearse
+from trainer_client.plan.step_time import Traffic, find_traffic
 
 MIB = 1 << 20
 HOST_BUDGET = 64 * MIB
+# The model whose boundaries move: each has 512 KiB.
+WIDTH, TOKENS, BLOCKS = 64, 2048, 13
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
     "n_positions": 16,
@@ -140,3 +146,81 @@ def test_the_smallest_host_budget_of_a_plan_is_the_one_that_the_daemon_asks_for(
 
     with pytest.raises(trainer_client.errors.StoreError, match=f"host_budget to at least {need.least_host_budget}"):
         trainer_client.initialize(model=model(), config=raw)
+
+
+class Tower(nn.Module):
+    """Blocks of which each is checkpointed, so that the boundaries are the inputs of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = tokens * 1.0
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden.square().mean()
+
+
+def with_boundaries(tmp_path: Path, host_budget: int) -> tuple[dict[str, Any], MemoryPlan, Traffic, Rehearsal]:
+    """Return a config that moves boundaries, and the plan for it."""
+    raw = config(tmp_path / "state", stage=3, homes=("nvme", "nvme"), bf16=False, activations={"smallest": 4096})
+    raw["paramserver"]["host_budget"] = host_budget
+    raw["activation_checkpointing"] = {"cpu_checkpointing": True}
+    loaded = load_config(raw, {})
+    with torch.device("meta"):
+        layout = lay_out(Tower(), loaded, World(ranks=1))
+    rehearsed = rehearse(Tower, lambda _: {"tokens": torch.zeros(TOKENS, WIDTH)}, None, OffloadRule.of(loaded))
+    memory = plan_memory("cpu", layout, loaded, rehearsed, find_need)
+    return raw, memory, find_traffic(layout, memory, 1, 1.0, is_cpu=True), rehearsed
+
+
+@pytest.mark.parametrize("host_budget", [64 * MIB, 6 * MIB], ids=["host", "nvme"])
+def test_the_boundaries_of_a_plan_are_those_that_a_run_moves_and_spills(tmp_path: Path, host_budget: int) -> None:
+    raw, memory, traffic, rehearsed = with_boundaries(tmp_path, host_budget)
+    need = memory.store
+    # The data file has some pages of its own.
+    raw["paramserver"]["nvme_budget"] = need.nvme_bytes + MIB // 16
+    assert bool(need.spilled_boundary_bytes) is (host_budget == 6 * MIB)
+
+    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
+    with engine:
+        loss = engine(torch.randn(TOKENS, WIDTH))
+        address = f"unix:{tmp_path / 'state'}/paramserver.sock"
+        # A spill may still be under way.
+        wait_until(lambda: tiers(address)[1].activation_bytes == need.spilled_boundary_bytes)
+        wait_until(lambda: tiers(address)[0].activation_bytes == need.boundary_host_bytes)
+        engine.backward(loss)
+        engine.step()
+        first = engine.step_report()
+        for _ in range(2):
+            engine.backward(engine(torch.randn(TOKENS, WIDTH)))
+            engine.step()
+        engine.wait_for_commit()
+        last = engine.step_report()
+
+    assert first is not None and last is not None
+    assert first.boundaries == {
+        "kept": rehearsed.saved_boundary_bytes - traffic.boundaries,
+        "moved": traffic.boundaries,
+        "spilled": traffic.spilled_boundaries,
+    }
+    # From the second step on a rank may let two boundaries stay.
+    moved = last.boundaries["moved"]
+    assert traffic.boundaries - max(rehearsed.boundaries) <= moved <= traffic.boundaries
+    assert last.bytes["store_to_trainer"] - moved == traffic.to_rank - traffic.boundaries
+    assert last.bytes["trainer_to_store"] - moved == traffic.from_rank - traffic.boundaries
+    assert traffic.nvme_written == need.written_bytes + traffic.spilled_boundaries
+
+
+def test_a_boundary_for_which_a_plan_has_no_room_on_nvme_stays_on_the_device(tmp_path: Path) -> None:
+    raw, memory, traffic, _ = with_boundaries(tmp_path, 6 * MIB)
+    raw["paramserver"]["nvme_budget"] = memory.store.nvme_bytes - MIB // 16
+
+    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
+    with engine:
+        engine.backward(engine(torch.randn(TOKENS, WIDTH)))
+        engine.step()
+        report = engine.step_report()
+
+    assert report is not None and 0 < report.boundaries["moved"] < traffic.boundaries

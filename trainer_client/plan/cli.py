@@ -22,6 +22,7 @@ from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
+from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.layout import World
 from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here, shared_rate
 from trainer_client.plan.memory import RANK_BYTES
@@ -203,8 +204,8 @@ def _plan(
     batch = make_batch(shape, inputs)
 
     @functools.cache
-    def rehearsed(samples: int, dtype: torch.dtype | None) -> Rehearsal:
-        return rehearse(builder, lambda _: batch(samples, sequence), dtype)
+    def rehearsed(samples: int, dtype: torch.dtype | None, offload: OffloadRule | None) -> Rehearsal:
+        return rehearse(builder, lambda _: batch(samples, sequence), dtype, offload)
 
     given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()

@@ -95,9 +95,15 @@ class Layout:
         """Return one rank's bytes by home of parameters, gradients and optimizer, as `engine.placement()` does."""
         return placement_bytes(self.groups)
 
-    def store_need(self, find_need: FindNeed, host_budget: int) -> StoreNeed:
-        """Return the bytes that the job takes of the first node's store, if the store has this host budget (bytes)."""
-        return find_need(self.request, self.declared, host_budget)
+    def store_need(self, find_need: FindNeed, host_budget: int, boundaries: Sequence[int] = ()) -> StoreNeed:
+        """Return the bytes that the job takes of the first node's store, if the store has this host budget (bytes).
+
+        Args:
+            find_need: the store's rule.
+            host_budget: the bytes of the host budget.
+            boundaries: the bytes of the boundaries that a rank moves to the store in a forward; see Rehearsal.
+        """
+        return find_need(self.request, self.declared, host_budget, boundaries)
 
 
 def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:

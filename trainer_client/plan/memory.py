@@ -7,7 +7,7 @@ print.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paramserver.contract.store_need import FindNeed, StoreNeed
@@ -19,6 +19,7 @@ from trainer_client.plan.layout import Layout
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
 from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.step.recall_depth import MOST_STAYING
 
 MIB = 1 << 20
 # The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that the README states; a
@@ -72,6 +73,7 @@ class MemoryPlan:
             memory.
         store: the bytes that the store of one node takes.
         host_budget, nvme_budget: the store's budgets.
+        boundaries: the bytes of each boundary that a rank moves to the store in a forward, oldest first.
         rank_host_bytes: host memory of one rank that is not on its device.
         device: "cpu" or "cuda".
     """
@@ -80,6 +82,7 @@ class MemoryPlan:
     store: StoreNeed
     host_budget: int
     nvme_budget: int
+    boundaries: Sequence[int]
     rank_host_bytes: int
     device: str
 
@@ -87,6 +90,11 @@ class MemoryPlan:
     def rank_bytes(self) -> int:
         """Bytes of one rank's device."""
         return sum(line.nbytes for line in self.rank)
+
+    @property
+    def free_host_budget(self) -> int:
+        """Bytes of the host budget that nothing but copies takes, which the store can evict."""
+        return max(0, self.host_budget - self.store.host_bytes - self.store.boundary_host_bytes)
 
     def node_host_bytes(self, ranks: int) -> int:
         """Return the host memory of a node: its ranks and its store daemon."""
@@ -140,7 +148,14 @@ def plan_memory(
             nbytes=peak,
             is_exact=False,
             why="the most bytes of live tensors in a step that is run without values"
-            + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else ""),
+            + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else "")
+            + (f"; of the boundaries that move, the newest {MOST_STAYING} stay" if rehearsal.boundaries else ""),
+        ),
+        Line(
+            what="boundaries on their way",
+            nbytes=0 if device == "cpu" else 2 * max(rehearsal.boundaries, default=0),
+            is_exact=False,
+            why="one that leaves for the store, and one that is back before backward needs it",
         ),
         Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
         _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
@@ -166,9 +181,10 @@ def plan_memory(
     budget = int(config.paramserver.host_budget)
     return MemoryPlan(
         rank=tuple(line for line in lines if line.nbytes),
-        store=layout.store_need(find_need, budget),
+        store=layout.store_need(find_need, budget, rehearsal.boundaries),
         host_budget=budget,
         nvme_budget=int(config.paramserver.nvme_budget),
+        boundaries=rehearsal.boundaries,
         rank_host_bytes=RANK_BYTES[device] + (0 if device == "cpu" else sum(kept.values())),
         device=device,
     )

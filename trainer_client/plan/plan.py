@@ -20,6 +20,7 @@ from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
+from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.device_copies import NO_COPIES, plan_copies
 from trainer_client.plan.layout import Layout, World, lay_out
 from trainer_client.plan.machine import Capacities, Overhead, Rates
@@ -38,7 +39,8 @@ class Job:
 
     Attributes:
         build: returns the model without memory.
-        rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own).
+        rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own), with the rule
+            by which boundaries of activation checkpoints leave the device (None: they stay).
         compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
         overhead: the time of the library's own code.
         sequence: the number of tokens of one sample.
@@ -51,7 +53,7 @@ class Job:
     """
 
     build: Callable[[], nn.Module]
-    rehearse: Callable[[int, torch.dtype | None], Rehearsal]
+    rehearse: Callable[[int, torch.dtype | None, OffloadRule | None], Rehearsal]
     compute_seconds: Callable[[Rehearsal], float]
     overhead: Overhead
     world: World
@@ -112,7 +114,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     config = load_config(raw, {}, dtypes)
     batch = resolve_batch_sizes(config, world.size)
     layout = lay_out(model, config, world)
-    rehearsal = job.rehearse(batch.micro, _compute_dtype(config))
+    rehearsal = job.rehearse(batch.micro, _compute_dtype(config), OffloadRule.of(config))
     is_cpu = job.device == "cpu"
     copies = NO_COPIES
     if not is_cpu:
@@ -184,17 +186,20 @@ def best_placement(job: Job, raw: Raw) -> Plan | None:
 def with_budgets(job: Job, tried: Plan) -> Plan:
     """Return the plan with budgets of the store that the job needs, as far as the machine has them.
 
-    The host budget has room for all parameters that pass through host memory, if the machine has it.
+    The host budget has room for all parameters that pass through host memory, and for the boundaries of checkpoints, if
+    the machine has it.
     """
     need, memory = tried.memory.store, tried.memory
     ranks = tried.world.ranks
     left = job.capacities.host - (memory.node_host_bytes(ranks) - memory.host_budget)
-    wanted = _mebibytes(need.least_host_budget + need.passing_bytes)
+    # Boundaries stay in host memory if they take at most half of what the rest of a step leaves there.
+    wanted = _mebibytes(need.least_host_budget + need.passing_bytes + 2 * need.boundary_bytes)
     host = max(_mebibytes(need.least_host_budget), min(wanted, left // MIB * MIB))
     raw = copy.deepcopy(dict(tried.config))
     section = raw.setdefault("paramserver", {})
     section["host_budget"] = f"{host // MIB}MiB"
-    section["nvme_budget"] = f"{max(256, _mebibytes(int(need.nvme_bytes * _SPARE)) // MIB)}MiB"
+    nvme = tried.layout.store_need(job.find_need, host, memory.boundaries).nvme_bytes
+    section["nvme_budget"] = f"{max(256, _mebibytes(int(nvme * _SPARE)) // MIB)}MiB"
     return plan(job, raw, tried.world)
 
 

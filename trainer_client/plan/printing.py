@@ -17,6 +17,7 @@ from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
 from trainer_client.plan.plan import Change, Plan
 from trainer_client.plan.step_time import MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
+from trainer_client.step.recall_depth import MOST_STAYING
 
 GIB = float(1 << 30)
 GB = 1e9
@@ -42,6 +43,7 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
             f"{plan.time.traffic.device_hit:.0%} of the bytes of parameters that a rank reads are copies on its device "
             "(paramserver.gpu_budget), which nothing has to move."
         )
+    lines += _about_boundaries(plan)
     if overhead.per_unit:
         lines.append(
             f"This library's code takes {overhead.per_unit * 1e3:.1f} ms for each unit besides forward and backward, "
@@ -59,6 +61,32 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
     else:
         lines.append("Compute, transfers, NVMe and collectives overlap completely: the longest one is the step.")
     return lines
+
+
+def _about_boundaries(plan: Plan) -> list[str]:
+    """Return the assumptions about boundaries of activation checkpoints, if the config moves them to the store."""
+    if not plan.settings.offloads_activations:
+        return []
+    smallest = int(plan.settings.paramserver.activations.smallest)
+    saved, moved = plan.rehearsal.saved_boundary_bytes, sum(plan.rehearsal.boundaries)
+    if not moved:
+        return [
+            f"No boundary of an activation checkpoint leaves the device: the model as it is built here saves {saved} "
+            f"bytes in boundaries of at least {smallest} bytes, and the newest stays. A model with checkpoints can be "
+            "given as MODULE:CALLABLE."
+        ]
+    spilled = plan.memory.store.spilled_boundary_bytes
+    return [
+        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. All but the newest, and but "
+        f"paramserver.activations.kept, move to the store, {moved} bytes, and come back in the backward pass. The "
+        f"memory of the rank is counted as if the newest {MOST_STAYING} stayed. Whether one or two stay is measured by "
+        "the rank.",
+        f"{spilled} bytes of boundaries of all ranks find no room in the host budget, if the ranks move theirs at the "
+        "same time. NVMe writes them once in each forward, the oldest first, and reads them once in its backward."
+        if spilled
+        else "Boundaries stay in host memory, where they find room in what the rest of a step leaves.",
+        "The budgets of the store have room for all boundaries that move; others would stay on the device.",
+    ]
 
 
 def to_dict(
@@ -170,16 +198,22 @@ def _node_table(found: Mapping[str, Any]) -> Table:
     rows = (
         ("host: placed there", "home_bytes", "copies that are never evicted"),
         ("host: gradients", "gradient_bytes", gradients),
+        ("host: boundaries", "boundary_host_bytes", "of activation checkpoints of all ranks, from forward to backward"),
         ("host: units in use", "units_bytes", f"the {store['units']} largest that are leased at once"),
         ("host: buffers", "buffer_bytes", "of the optimizer"),
-        ("host budget, at least", "least_host_budget", "with it the daemon admits the job"),
+        (
+            "host budget, at least",
+            "least_host_budget",
+            "with it the daemon admits the job, and one boundary of each rank",
+        ),
         ("host budget", "host_budget", "taken in full; what is left holds parameters that pass through"),
         ("nvme: one version", "version_bytes", "of all states"),
         ("nvme: gradients", "spilled_gradient_bytes", "of all ranks, if they do not fit into the host budget"),
+        ("nvme: boundaries", "spilled_boundary_bytes", "those that find no room in host memory"),
         (
             "nvme: reserved",
             "nvme_bytes",
-            "the committed and the pending version of what is written each step, gradients",
+            "the committed and the pending version of what is written each step, gradients, boundaries",
         ),
         ("nvme budget", "nvme_budget", ""),
     )

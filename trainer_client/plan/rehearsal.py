@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from trainer_client.errors import ConfigError
+from trainer_client.plan.boundaries import OffloadRule, RehearsedBoundaries
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
 
@@ -76,12 +78,17 @@ class Rehearsal:
         flops: floating-point operations of the products of matrices, forward and backward.
         events: the changes of memory, in their order.
         tokens: elements of the input ids.
+        boundaries: the bytes of each boundary of an activation checkpoint that moves to the store, oldest first; empty
+            if all stay on the device.
+        saved_boundary_bytes: the bytes of all boundaries, if some may leave.
     """
 
     operations: Mapping[Operation, int]
     flops: int
     events: Sequence[Event]
     tokens: int
+    boundaries: Sequence[int] = ()
+    saved_boundary_bytes: int = 0
 
     def peak_bytes(self, rule: GradientRule, *, in_heap: bool) -> int:
         """Return the most bytes of activations, temporary results and gradients at once.
@@ -207,12 +214,17 @@ class _Live(TorchDispatchMode):
         self.flops = 0
         self.events: list[Event] = []
         self.operations: Counter[Operation] = Counter()
-        self._seen: set[int] = set()
+        # The number of each storage that is alive, by its address.
+        self._seen: dict[int, int] = {}
         self._numbers = itertools.count()
 
     def know(self, tensor: torch.Tensor) -> None:
         """Note a tensor whose bytes are not counted."""
-        self._seen.add(tensor.untyped_storage()._cdata)
+        self._seen[tensor.untyped_storage()._cdata] = next(self._numbers)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage, which no other one gets."""
+        return self._seen[storage._cdata]
 
     def note_gradient(self, fqn: str) -> None:
         """Note that a parameter's gradient was computed."""
@@ -236,13 +248,12 @@ class _Live(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._seen or not nbytes:
             return
-        self._seen.add(key)
-        block = next(self._numbers)
+        block = self._seen[key] = next(self._numbers)
         self.events.append(Event(block, nbytes))
         weakref.finalize(storage, self._forget, key, block)
 
     def _forget(self, key: int, block: int) -> None:
-        self._seen.discard(key)
+        self._seen.pop(key, None)
         self.events.append(Event(block))
 
 
@@ -250,6 +261,7 @@ def rehearse(
     builder: Callable[[], nn.Module],
     batch: Callable[[nn.Module], Mapping[str, torch.Tensor]],
     dtype: torch.dtype | None,
+    offload: OffloadRule | None = None,
 ) -> Rehearsal:
     """Run forward and backward of one micro-batch without memory.
 
@@ -257,6 +269,7 @@ def rehearse(
         builder: builds the model.
         batch: returns the arguments of the model's forward.
         dtype: the dtype of the parameters; None: their own.
+        offload: decides which boundaries of activation checkpoints leave the device; None: all stay.
 
     Raises:
         ConfigError: the model cannot be run without values, or returns no loss.
@@ -271,9 +284,13 @@ def rehearse(
         for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
             live.know(tensor)
         _install(model, live)
+        boundaries = None if offload is None else RehearsedBoundaries(offload, live.number_of)
         try:
             with live:
-                loss = loss_of(model(**inputs))
+                with nullcontext() if boundaries is None else boundaries.saving():
+                    output = model(**inputs)
+                loss = loss_of(output)
+                del output
                 loss.backward()
         except ConfigError:
             raise
@@ -288,6 +305,8 @@ def rehearse(
         flops=live.flops,
         events=tuple(live.events),
         tokens=max((t.numel() for t in inputs.values() if not t.is_floating_point()), default=0),
+        boundaries=() if boundaries is None else tuple(boundaries.moved),
+        saved_boundary_bytes=0 if boundaries is None else boundaries.saved_bytes,
     )
 
 

@@ -56,6 +56,8 @@ class Traffic:
         mapped: the bytes of parameters that one rank maps from its store's memory.
         copied: the bytes of parameters that one rank copies out of its store's memory, because it must not map them.
         returned: the bytes of parameters at home on one rank's device that the store has updated, and that go back.
+        boundaries: the bytes of boundaries of activation checkpoints that one rank sends to its store, and gets back.
+        spilled_boundaries: the bytes of boundaries that the node's NVMe writes, and reads again.
         hit: the fraction of passing parameters (those without a home in host memory) that is expected to stay there
             between two uses.
         device_hit: the fraction of the bytes of parameters that a rank reads which it finds on its device.
@@ -76,6 +78,8 @@ class Traffic:
     mapped: int
     copied: int
     returned: int
+    boundaries: int
+    spilled_boundaries: int
     hit: float
     device_hit: float
     states_hit: float
@@ -134,8 +138,7 @@ def find_traffic(
         returned
     ) = 0
     need = memory.store
-    free = max(0, memory.host_budget - need.host_bytes)
-    hit = _part(free, need.passing_bytes)
+    hit = _part(memory.free_host_budget, need.passing_bytes)
     # A rank leases the root and the last unit of the forward once for both passes.
     held = {planned.group.name for unit in (layout.units[0], layout.units[-1]) for planned in unit.groups}
     for planned in layout.groups:
@@ -170,8 +173,7 @@ def find_traffic(
                 collectives += group.whole_bytes if several else 0
                 calls += 1 if several else 0
             if placement.optimizer is Home.NVME:
-                kept = len(group.state_kinds) + (1 if group.has_master or placement.parameters is Home.DEVICE else 0)
-                read += 4 * kept * part
+                read += _state_bytes_read(planned)
         else:
             replicated = placement.residence is Residence.REPLICATED
             on_device += whole if replicated else part
@@ -184,18 +186,21 @@ def find_traffic(
     # An update makes a host copy of each state for which the host budget has room, and the next update works on that
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
-    states_hit = _part(max(0, free - need.passing_bytes), read * ranks)
+    states_hit = _part(max(0, memory.free_host_budget - need.passing_bytes), read * ranks)
     # The gradients that do not fit are written after each micro-batch, and read for the next one or for the update. No
     # more of them stay in host memory than the admission counts, because parameters take the rest.
-    spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes) * micro_batches
+    # Boundaries that do not fit are written in each forward, and read in its backward pass.
+    gradients_spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
+    spilled = (gradients_spilled + need.spilled_boundary_bytes) * micro_batches
+    boundaries = sum(memory.boundaries) * micro_batches
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
-        to_rank=to_rank,
-        from_rank=from_rank + int(put * commits_per_step),
+        to_rank=to_rank + boundaries,
+        from_rank=from_rank + int(put * commits_per_step) + boundaries,
         collectives=collectives,
         collective_calls=calls,
         nvme_read=int(read * ranks * (1.0 - states_hit)) + passing + spilled,
-        nvme_written=spilled + need.written_bytes if stored else int(put * ranks * commits_per_step),
+        nvme_written=spilled + (need.written_bytes if stored else int(put * ranks * commits_per_step)),
         updated=updated * ranks,
         updated_on_device=on_device,
         put=int(put * commits_per_step),
@@ -203,10 +208,19 @@ def find_traffic(
         mapped=mapped,
         copied=copied,
         returned=returned,
+        boundaries=boundaries,
+        spilled_boundaries=need.spilled_boundary_bytes * micro_batches,
         hit=hit,
         device_hit=copies.hit,
         states_hit=states_hit,
     )
+
+
+def _state_bytes_read(planned: PlannedGroup) -> int:
+    """Return the bytes of one rank's optimizer states and master weights that an update reads."""
+    group = planned.group
+    has_weight = group.has_master or planned.placement.parameters is Home.DEVICE
+    return 4 * (len(group.state_kinds) + int(has_weight)) * group.slot_table.partition_numel
 
 
 def _leases(planned: PlannedGroup, uses: int, micro_batches: int, held: Collection[str], *, one_sided: bool) -> int:
@@ -261,7 +275,7 @@ def predict(
     """
     ranks = layout.world.ranks
     # A gradient is copied, checked for infinities, and read once more for its norm.
-    passes = 3 * traffic.gradients + traffic.put + traffic.returned
+    passes = 3 * traffic.gradients + traffic.put + traffic.returned + traffic.boundaries
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
     updating, checking = traffic.updated / rates.update, moved * _CHECKING_SECONDS_PER_BYTE
@@ -281,8 +295,9 @@ def predict(
         HAND_OVER: traffic.put * ranks / rates.nvme_write,
     }
     if is_cpu:
-        # A unit that is copied gets fresh pages each time, because its memory was given back after its last use.
-        copying = passes / rates.copy + traffic.copied / rates.fresh_copy
+        # A unit that is copied gets fresh pages each time, because its memory was given back after its last use, and so
+        # does a boundary that comes back.
+        copying = passes / rates.copy + (traffic.copied + traffic.boundaries) / rates.fresh_copy
         resources[TRAINER_COPIES] = copying + traffic.mapped / MAPPED_BYTES_PER_SECOND
     else:
         resources[STORE_LINK] = link

@@ -34,7 +34,6 @@ from functools import partial
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -48,10 +47,12 @@ from trainer_client.step.boundary import (
     Dropped,
     Kept,
     Key,
+    Newest,
     Saved,
     check_version,
     is_saved_by_checkpoint,
-    range_of,
+    key_of,
+    may_leave,
 )
 from trainer_client.step.recall_depth import RecallDepth
 from trainer_client.transport.channel import Pending
@@ -91,7 +92,6 @@ class Activations:
         self._lanes = lanes
         self._recorder = recorder
         self._device = device
-        self._kept_bytes = kept_bytes
         self._smallest_bytes = smallest_bytes
         self._synchronizes = synchronizes and device.type != CPU
         self._profiles = profiles
@@ -101,7 +101,7 @@ class Activations:
         self._order: dict[int, weakref.ref[Boundary]] = {}
         self._dropped: deque[Dropped] = deque()
         # The newest boundaries, which have not left the device yet.
-        self._staying: deque[weakref.ref[Boundary]] = deque()
+        self._staying: Newest[Boundary] = Newest(kept_bytes)
         # The boundaries whose copies into the store may not be done, and the leases whose parking may not be.
         self._leaving: deque[weakref.ref[Boundary]] = deque()
         self._parking: deque[LeasedBytes] = deque()
@@ -170,20 +170,18 @@ class Activations:
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Saved:
         """Return what torch keeps for a tensor that it saves."""
-        if not self._may_leave(tensor) or not is_saved_by_checkpoint():
+        if not may_leave(tensor, self._device, self._smallest_bytes) or not is_saved_by_checkpoint():
             # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
             return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         self._collect()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
-        begin, end = range_of(tensor)
-        key = (StorageWeakRef(tensor.untyped_storage()), tensor._version, begin, end)
+        key = key_of(tensor, StorageWeakRef(tensor.untyped_storage()))
         known = self._known.get(key)
         boundary = None if known is None else known()
         if boundary is None:
             boundary = self._save(tensor, key)
-        offset = int(tensor.storage_offset()) - begin // tensor.itemsize
-        return Saved(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
+        return Saved.of(boundary, tensor)
 
     def _unpack(self, packed: Kept | Saved) -> torch.Tensor:
         """Return the tensor for which `_pack` returned `packed`."""
@@ -202,40 +200,17 @@ class Activations:
         self._depth.resume()
         return packed.view(boundary.data)
 
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor could leave the device, if it is a boundary."""
-        if type(tensor) is not torch.Tensor or tensor.device != self._device or tensor.layout is not torch.strided:
-            return False
-        if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad) or not tensor.numel():
-            return False
-        if isinstance(tensor._base, nn.Parameter):
-            return False
-        begin, end = range_of(tensor)
-        return end - begin >= self._smallest_bytes
-
     # These methods move boundaries to the store.
 
     def _save(self, tensor: torch.Tensor, key: Key) -> Boundary:
         """Return a new boundary, which stays where it is for now, and send older ones to the store."""
-        nbytes = key[3] - key[2]
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        data.set_(tensor.untyped_storage(), key[2], (nbytes,), (1,))
-        boundary = Boundary(
-            index=self._next_index, key=key, nbytes=nbytes, dropped=self._dropped, data=data, tensor=tensor.detach()
-        )
+        boundary = Boundary.of(tensor, key, self._next_index, self._dropped)
         self._next_index += 1
-        self._sums.saved_bytes += nbytes
-        self._recorder.boundary(saved=nbytes)
-        reference = weakref.ref(boundary)
-        self._known[key] = self._order[boundary.index] = reference
-        self._staying = deque(each for each in self._staying if each() is not None)
-        self._staying.append(reference)
-        staying = sum(each.nbytes for reference in self._staying if (each := reference()) is not None)
-        while len(self._staying) > self._depth.staying and staying > self._kept_bytes:
-            oldest = self._staying.popleft()()
-            if oldest is not None:
-                staying -= oldest.nbytes
-                self._send(oldest)
+        self._sums.saved_bytes += boundary.nbytes
+        self._recorder.boundary(saved=boundary.nbytes)
+        self._known[key] = self._order[boundary.index] = weakref.ref(boundary)
+        for leaving in self._staying.add(boundary, self._depth.staying):
+            self._send(leaving)
         return boundary
 
     def _send(self, boundary: Boundary) -> None:

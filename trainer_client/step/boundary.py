@@ -11,13 +11,16 @@ views of one another, are moved once, as long as their version is the same.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from trainer_client.lanes.lanes import Copy, CopyAhead
 from trainer_client.transport.channel import Pending
@@ -31,8 +34,8 @@ CHANGED = (
     "the model saved for backward, or that it passed to torch.utils.checkpoint, was changed after that"
 )
 
-# The identity of the bytes of a boundary: the storage, the version of the tensor, and the range of bytes.
-Key = tuple[StorageWeakRef, int, int, int]
+# The identity of the bytes of a boundary: that of the storage, the version of the tensor, and the range of bytes.
+Key = tuple[Hashable, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,12 @@ class Saved:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, boundary: Boundary, tensor: torch.Tensor) -> Saved:
+        """Return a tensor whose bytes are among those of the boundary."""
+        offset = int(tensor.storage_offset()) - boundary.key[2] // tensor.itemsize
+        return cls(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """Return the tensor over the bytes of the boundary."""
@@ -100,11 +109,56 @@ class Boundary:
         """Hand over what is to be given back; see [Note: who drops a boundary]."""
         self.dropped.append(self.give_up())
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, key: Key, index: int, dropped: deque[Dropped]) -> Boundary:
+        """Return the boundary of a tensor on the device, whose bytes are the ones of `key`."""
+        nbytes = key[3] - key[2]
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        data.set_(tensor.untyped_storage(), key[2], (nbytes,), (1,))
+        return cls(index=index, key=key, nbytes=nbytes, dropped=dropped, data=data, tensor=tensor.detach())
+
     def give_up(self) -> Dropped:
         """Return what is to be given back, after which the boundary has no bytes. Idempotent."""
         given_back = Dropped(self.index, self.key, self.lease, self.ahead)
         self.data = self.tensor = self.lease = self.ahead = self.coming = None
         return given_back
+
+
+class Sized(Protocol):
+    """A boundary, of which only the size counts."""
+
+    nbytes: int
+
+
+SizedT = TypeVar("SizedT", bound=Sized)
+
+
+class Newest(Generic[SizedT]):
+    """The newest boundaries, which have not left the device yet."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        """Keep as many of them as have `kept_bytes` together, at least."""
+        self._kept_bytes = kept_bytes
+        self._references: deque[weakref.ref[SizedT]] = deque()
+
+    def add(self, boundary: SizedT, most: int) -> list[SizedT]:
+        """Add the newest boundary, and return those that are to leave the device, oldest first.
+
+        Args:
+            most: the number of boundaries that may stay, also if they have more than `kept_bytes`.
+        """
+        alive = [each for reference in self._references if (each := reference()) is not None]
+        alive.append(boundary)
+        staying, leaving = sum(each.nbytes for each in alive), 0
+        while len(alive) - leaving > most and staying > self._kept_bytes:
+            staying -= alive[leaving].nbytes
+            leaving += 1
+        self._references = deque(map(weakref.ref, alive[leaving:]))
+        return alive[:leaving]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._references.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +177,33 @@ def is_saved_by_checkpoint() -> bool:
     while frame is not None and frame.f_code.co_filename == _FUNCTION:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def may_leave(
+    tensor: torch.Tensor, device: torch.device, smallest_bytes: int, kind: type[torch.Tensor] = torch.Tensor
+) -> bool:
+    """Return whether a tensor could leave its device, if it is a boundary.
+
+    Args:
+        tensor: the tensor that is saved.
+        device: the device of the rank; tensors of other devices stay where they are.
+        smallest_bytes: a boundary with fewer bytes stays.
+        kind: the class of the rank's tensors; those of other classes stay.
+    """
+    if type(tensor) is not kind or tensor.device != device or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad) or not tensor.numel():
+        return False
+    if isinstance(tensor._base, nn.Parameter):
+        return False
+    begin, end = range_of(tensor)
+    return end - begin >= smallest_bytes
+
+
+def key_of(tensor: torch.Tensor, storage: Hashable) -> Key:
+    """Return the identity of the bytes that are moved for a tensor in a storage, which no other storage must equal."""
+    begin, end = range_of(tensor)
+    return storage, tensor._version, begin, end
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:

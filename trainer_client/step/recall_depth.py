@@ -10,7 +10,7 @@ import time
 from trainer_client.step.window import Window
 
 # The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
-_MOST_STAYING = 2
+MOST_STAYING = 2
 _MOST_AHEAD = 8
 
 
@@ -32,7 +32,7 @@ class RecallDepth:
     @property
     def staying(self) -> int:
         """The number of the newest boundaries that stay on the device."""
-        return max(1, min(self._units - 1, _MOST_STAYING))
+        return max(1, min(self._units - 1, MOST_STAYING))
 
     def note_recall(self, nbytes: int, seconds: float) -> None:
         """Record how long the store took to bring bytes back. Any thread may call this, one at a time."""

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner, Result
 
 from paramserver.device_reads import find_hits
@@ -48,6 +51,65 @@ def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
     assert found["step"]["resources"]["nvme_written"] == found["store"]["written_bytes"] / 2e9
     assert found["step"]["seconds"] == max(found["step"]["resources"].values())
     assert found["best"]["seconds"] <= found["step"]["seconds"]
+
+
+class Checkpointed(nn.Module):
+    """Blocks of which each is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(256, 256) for _ in range(12)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 1.0
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden.square().mean()
+
+
+def rows(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"hidden": torch.zeros(samples * tokens, 256)}
+
+
+def test_boundaries_are_counted_where_they_wait(tmp_path: Path) -> None:
+    def planned(*, offloads: bool, budget: str = "128MiB") -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+            "activation_checkpointing": {"cpu_checkpointing": offloads},
+            "paramserver": {"host_budget": budget},
+        }
+        (tmp_path / "training.json").write_text(json.dumps(config))
+        options = f"{MACHINE} {LINKS} --no-search --json --nproc-per-node 2 --collective 1GB --tokens 2048".split()
+        arguments = [f"{__name__}:Checkpointed", *options, "--config", str(tmp_path / "training.json")]
+        arguments += ["--inputs", f"{__name__}:rows"]
+        found: dict[str, Any] = json.loads(
+            CliRunner().invoke(app, arguments, obj=(find_need, find_hits), catch_exceptions=False).stdout
+        )
+        return found
+
+    boundary, moved = 2048 * 256 * 4, 11 * 2048 * 256 * 4
+    stay, leave, spill = planned(offloads=False), planned(offloads=True), planned(offloads=True, budget="16MiB")
+    traffic = {
+        name: [found["step"]["traffic"][name] for found in (stay, leave, spill)]
+        for name in ("boundaries", "spilled_boundaries", "to_rank", "from_rank", "nvme_written")
+    }
+    assert traffic["boundaries"] == [0, 2 * moved, 2 * moved]
+    for link in ("to_rank", "from_rank"):
+        assert [nbytes - traffic[link][0] for nbytes in traffic[link]] == traffic["boundaries"]
+    # Twelve boundaries do not fit beside the two that stay and the two that are on their way.
+    assert stay["rank"]["bytes"] - leave["rank"]["bytes"] == (12 - 2 - 2) * boundary
+    assert leave["store"]["boundary_host_bytes"] == 2 * moved and not leave["store"]["spilled_boundary_bytes"]
+    spilled = spill["store"]["spilled_boundary_bytes"]
+    assert spill["store"]["boundary_host_bytes"] == 2 * moved - spilled and 0 < spilled < 2 * moved
+    assert traffic["spilled_boundaries"] == [0, 0, 2 * spilled]
+    assert traffic["nvme_written"][2] - traffic["nvme_written"][0] == 2 * spilled
+    assert spill["store"]["nvme_bytes"] >= stay["store"]["nvme_bytes"] + 2 * moved
+    assert not [note for note in stay["assumptions"] if "boundar" in note]
+    assert [note for note in leave["assumptions"] if f"{moved} bytes, and come back" in note]
+    assert [note for note in spill["assumptions"] if f"{spilled} bytes of boundaries of all ranks" in note]
 
 
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.probe import operand_sets, seconds_of
 from trainer_client.plan.rehearsal import GradientRule, Operation, Rehearsal, TensorSpec, rehearse
@@ -57,9 +58,12 @@ class Checkpointed(nn.Module):
         return hidden.square().mean()
 
 
-def checkpointed(blocks: int, *, reentrant: bool) -> Rehearsal:
+def checkpointed(blocks: int, *, reentrant: bool, offload: OffloadRule | None = None) -> Rehearsal:
     return rehearse(
-        partial(Checkpointed, blocks, reentrant=reentrant), lambda _: {"hidden": torch.zeros(ROWS, WIDTH)}, None
+        partial(Checkpointed, blocks, reentrant=reentrant),
+        lambda _: {"hidden": torch.zeros(ROWS, WIDTH)},
+        None,
+        offload,
     )
 
 
@@ -116,6 +120,23 @@ def test_a_checkpointed_block_adds_its_input_to_the_peak_and_nothing_else(reentr
     peaks = [checkpointed(count, reentrant=reentrant).peak_bytes_without_gradients() for count in (6, 10)]
 
     assert peaks[1] - peaks[0] == 4 * BOUNDARY
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_boundaries_that_move_to_the_store_are_not_in_the_peak(reentrant: bool) -> None:
+    def found(blocks: int, kept: int = 0, smallest: int = 1) -> Rehearsal:
+        return checkpointed(blocks, reentrant=reentrant, offload=OffloadRule(smallest_bytes=smallest, kept_bytes=kept))
+
+    few, many = found(6), found(10)
+    assert list(few.boundaries) == [BOUNDARY] * 5 and list(many.boundaries) == [BOUNDARY] * 9
+    assert many.saved_boundary_bytes == 10 * BOUNDARY
+    assert few.peak_bytes_without_gradients() == many.peak_bytes_without_gradients()
+    # Three boundaries that stay because of a larger `kept` are one more than the two that stay anyway.
+    kept = found(10, kept=3 * BOUNDARY)
+    assert list(kept.boundaries) == [BOUNDARY] * 7
+    assert kept.peak_bytes_without_gradients() == many.peak_bytes_without_gradients() + BOUNDARY
+    assert found(10, smallest=BOUNDARY + 1).boundaries == ()
+    assert found(10).flops == checkpointed(10, reentrant=reentrant).flops
 
 
 def test_parameters_of_another_dtype_halve_the_bytes() -> None:
