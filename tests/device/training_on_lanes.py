@@ -81,7 +81,7 @@ def train(
     late = Lateness(**asdict(lag.SCHEDULES[lateness])) if isinstance(lateness, str) else lateness
     # Streams have no leases on shared memory.
     guard = guarded_arena() if guarded and not run.prefer_streams else nullcontext()
-    with late.used(), _model_on_device(), _registered_arena(), guard, meanwhile():
+    with late.used(), _model_on_device(), registered_arena(), guard, meanwhile():
         result = training.train_through_store(run)
     lag.synchronize()
     return result
@@ -96,7 +96,9 @@ def _model_on_device() -> Iterator[None]:
 
 
 @contextmanager
-def _registered_arena() -> Iterator[None]:
+def registered_arena() -> Iterator[None]:
+    """Let ranks register the arena with the device meanwhile."""
+
     def checked(code: int) -> None:
         if code:
             raise PinError(f"error {code}")
