@@ -103,7 +103,7 @@ def main() -> None:
         loader.data_sampler.set_epoch(epoch)
         running = 0.0
         for number, (images, labels) in enumerate(loader, start=1):
-            loss = criterion(engine(images.to(device, dtype)), labels.to(device))
+            loss = criterion(engine(images.to(device, dtype)).float(), labels.to(device))
             engine.backward(loss)
             engine.step()
 
