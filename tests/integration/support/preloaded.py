@@ -9,7 +9,9 @@ import importlib
 gc.disable()
 MODULES = (
     "tests.integration.support.training",
+    "paramserver.cli",
     "paramserver.server",
+    "uvloop",
     # A trainer imports these when it needs them.
     "trainer_client.exchange.dcp_format",
     "trainer_client.exchange.dcp_source",
