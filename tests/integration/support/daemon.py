@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -224,15 +225,21 @@ def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
         return found[pb.TIER_HOST], found[pb.TIER_NVME]
 
 
-def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Run `paramserver serve` with arguments that make it end by itself, and return its result."""
-    return subprocess.run(
-        [sys.executable, "-m", "paramserver", "serve", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "400"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The exit status of a process that has ended, and what it printed."""
+
+    returncode: int
+    output: str
+
+
+def run_serve(*arguments: str, seconds: float = START_SECONDS) -> Ended:
+    """Run `paramserver serve` with arguments that make it end by itself, in a forked process, and return its result."""
+    with TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        environment = os.environ | {"COLUMNS": "400"}
+        process = Forked("paramserver.cli", ["serve", *arguments], environment=environment, log=log)
+        try:
+            return Ended(returncode=process.wait(seconds), output=log.read_text())
+        finally:
+            process.kill()
