@@ -96,7 +96,7 @@ def test_the_file_is_this_users_alone_and_takes_the_place_of_one_that_was_left_b
         assert name.stat().st_blocks * 512 >= 16 << 20, "allocated in full"
         inode = name.stat().st_ino
         other = run_serve("--config", str(config_of(tmp_path / "other", name)))
-        assert other.returncode == 1 and f"arena_file: {name} is in use by another daemon" in other.output
+        assert other.returncode == 1 and f"arena_file: {name} is in use by another daemon" in other.stderr
         assert name.stat().st_ino == inode
         daemon.kill()
     assert name.exists()
@@ -118,8 +118,8 @@ def test_a_name_that_cannot_be_the_arenas_is_refused(tmp_path: Path, name: Path,
     else:
         path.write_text("somebody else's")
     refused = run_serve("--config", str(config_of(tmp_path / "state", path)))
-    assert refused.returncode == 1 and f"arena_file: {path}" in refused.output and reason in refused.output
-    assert "Traceback" not in refused.output
+    assert refused.returncode == 1 and f"arena_file: {path}" in refused.stderr and reason in refused.stderr
+    assert "Traceback" not in refused.stderr
     assert place == "disk" or path.read_text() == "somebody else's"
 
 

@@ -96,8 +96,8 @@ def test_a_second_daemon_is_refused_by_the_pid_of_the_first_which_goes_on(tmp_pa
     with Daemon(tmp_path / "state", flags=["--exit-with-stdin"], fresh=True) as daemon:
         second = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB")
         assert second.returncode == 1
-        assert f"in use by the daemon with pid {daemon.process.pid}; stop that one" in second.output
-        assert "Traceback" not in second.output
+        assert f"in use by the daemon with pid {daemon.process.pid}; stop that one" in second.stderr
+        assert "Traceback" not in second.stderr
         assert daemon.is_serving()
         # The daemon's standard input reaches its end when the daemon's parent closes it.
         daemon.close_stdin()
@@ -112,7 +112,7 @@ def test_a_socket_that_another_daemon_listens_on_is_not_taken_over(tmp_path: Pat
             *("--state-dir", str(tmp_path / "two"), "--host-budget", "16MiB", "--socket", str(daemon.socket))
         )
         assert second.returncode == 1
-        assert f"{daemon.socket}" in second.output and "in use" in second.output
+        assert f"{daemon.socket}" in second.stderr and "in use" in second.stderr
         assert daemon.is_serving()
         Rank(daemon.address, Layout()).begin().close()
 
@@ -148,29 +148,29 @@ def test_a_bad_configuration_ends_with_2_before_anything_is_made(
     tmp_path: Path, arguments: list[str], named: str
 ) -> None:
     ended = run_serve("--state-dir", str(tmp_path / "state"), *arguments)
-    assert ended.returncode == 2 and named in ended.output and "Traceback" not in ended.output
+    assert ended.returncode == 2 and named in ended.stderr and "Traceback" not in ended.stderr
     assert not (tmp_path / "state").exists()
 
 
 def test_a_state_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = run_serve("--state-dir", str(tmp_path / "file" / "state"))
-    assert ended.returncode == 1 and "Traceback" not in ended.output
-    assert f"cannot make state directory {tmp_path}/file/state: Not a directory" in ended.output
-    assert "choose another --state-dir" in ended.output
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"cannot make state directory {tmp_path}/file/state: Not a directory" in ended.stderr
+    assert "choose another --state-dir" in ended.stderr
 
 
 def test_a_state_directory_that_cannot_be_written_is_named() -> None:
     # /sys/kernel is read-only for root, too.
     ended = run_serve("--state-dir", "/sys/kernel")
-    assert ended.returncode == 1 and "/sys/kernel/lock" in ended.output and "Traceback" not in ended.output
+    assert ended.returncode == 1 and "/sys/kernel/lock" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_a_socket_in_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ended = run_serve(
         *("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--socket", str(tmp_path / "no" / "s.sock"))
     )
-    assert ended.returncode == 1 and f"{tmp_path}/no/s.sock" in ended.output and "Traceback" not in ended.output
+    assert ended.returncode == 1 and f"{tmp_path}/no/s.sock" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_it_listens_on_loopback_when_asked_and_a_port_in_use_is_refused(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_it_listens_on_loopback_when_asked_and_a_port_in_use_is_refused(tmp_path
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--listen", address)
-        assert ended.returncode == 1 and f"cannot listen on listen address {address}" in ended.output
+        assert ended.returncode == 1 and f"cannot listen on listen address {address}" in ended.stderr
     with Daemon(tmp_path / "state", flags=["--listen", address]) as daemon, admin_of(address) as admin:
         reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
         assert reading.state_dir == str(daemon.state_dir)
@@ -198,12 +198,12 @@ def test_damaged_files_are_refused_by_their_name(tmp_path: Path) -> None:
     size = data.stat().st_size
     os.truncate(data, 4096)
     ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--nvme-budget", "64MiB")
-    assert ended.returncode == 1 and f"{data} does not match the catalog" in ended.output
+    assert ended.returncode == 1 and f"{data} does not match the catalog" in ended.stderr
     os.truncate(data, size)
     (tmp_path / "state" / "catalog.sqlite").write_bytes(b"garbage" * 1000)
     ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--nvme-budget", "64MiB")
-    assert ended.returncode == 1 and "catalog.sqlite is damaged" in ended.output
-    assert "Traceback" not in ended.output
+    assert ended.returncode == 1 and "catalog.sqlite is damaged" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_client_is_told_at_once_when_the_daemon_is_killed(tmp_path: Path) -> None:

@@ -69,4 +69,4 @@ def test_an_address_of_the_health_service_that_is_taken_ends_the_start(tmp_path:
     with Daemon(tmp_path / "first", {"health_listen": f"127.0.0.1:{(port := free_port())}"}):
         ended = run_serve("--state-dir", str(tmp_path / "second"), "--health-listen", f"127.0.0.1:{port}")
     assert ended.returncode == 1
-    assert f"cannot listen on health_listen address 127.0.0.1:{port}" in ended.output
+    assert f"cannot listen on health_listen address 127.0.0.1:{port}" in ended.stderr

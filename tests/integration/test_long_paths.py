@@ -72,7 +72,7 @@ def test_a_daemon_serves_every_client_in_a_long_directory_and_after_a_restart(sh
         assert got(daemon.address) == 1.0
         put(daemon.address, 2.0)
         second = run_serve("--state-dir", str(state_dir), "--host-budget", "16MiB")
-        assert second.returncode == 1 and f"{state_dir} is in use by the daemon" in second.output
+        assert second.returncode == 1 and f"{state_dir} is in use by the daemon" in second.stderr
         assert daemon.stop() == 0
         assert not any(path.exists() for path in sockets)
     nowhere = CliRunner().invoke(app, ["jobs", "--address", daemon.address])
@@ -92,9 +92,9 @@ def test_two_daemons_whose_directories_differ_only_at_the_end(short: Path) -> No
 def test_a_directory_that_the_catalog_cannot_be_in_is_named_with_the_limit(short: Path) -> None:
     state_dir = directory_of(short, 1000)
     ended = run_serve("--state-dir", str(state_dir), "--host-budget", "16MiB")
-    assert ended.returncode == 1 and "Traceback" not in ended.output
-    assert f"{state_dir}/catalog.sqlite has a path of 1015 bytes" in ended.output
-    assert f"choose a state directory of at most {LONGEST} bytes" in ended.output
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"{state_dir}/catalog.sqlite has a path of 1015 bytes" in ended.stderr
+    assert f"choose a state directory of at most {LONGEST} bytes" in ended.stderr
 
 
 def begun(state_dir: Path) -> trainer_client.Engine:

@@ -218,4 +218,4 @@ def test_an_address_in_use_is_an_error_at_the_start(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = run_serve("--state-dir", str(tmp_path / "state"), "--metrics-listen", address, "--host-budget", "16MiB")
     assert ended.returncode == 1
-    assert f"metrics_listen: cannot listen on {address}: Address already in use" in ended.output
+    assert f"metrics_listen: cannot listen on {address}: Address already in use" in ended.stderr

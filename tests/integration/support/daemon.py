@@ -225,21 +225,15 @@ def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
         return found[pb.TIER_HOST], found[pb.TIER_NVME]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """The exit status of a process that has ended, and what it printed."""
-
-    returncode: int
-    output: str
-
-
-def run_serve(*arguments: str, seconds: float = START_SECONDS) -> Ended:
+def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run `paramserver serve` with arguments that make it end by itself, in a forked process, and return its result."""
     with TemporaryDirectory() as directory:
-        log = Path(directory) / "log"
+        log, errors = Path(directory) / "log", Path(directory) / "errors"
         environment = os.environ | {"COLUMNS": "400"}
-        process = Forked("paramserver.cli", ["serve", *arguments], environment=environment, log=log)
+        words = ["serve", *arguments]
+        process = Forked("paramserver.cli", words, environment=environment, log=log, errors=errors)
         try:
-            return Ended(returncode=process.wait(seconds), output=log.read_text())
+            code = process.wait(seconds)
+            return subprocess.CompletedProcess(words, code, stdout=log.read_text(), stderr=errors.read_text())
         finally:
             process.kill()
