@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from tests.integration.support.crash_run import Plan
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import END_SECONDS, Launch
 from tests.integration.support.training import store_config
 
-STEPS = 12
+STEPS = 9
 KILLED_AT = 5
 WORLD_SIZE = 2
 
@@ -82,7 +84,10 @@ def kill_everything(launch: Launch, plan: Plan) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return run_to_the_end(make_plan(tmp_path_factory.mktemp("whole"), "nvme"))
+    directory = tmp_path_factory.mktemp("whole")
+    with Daemon(directory / "state", {"host_budget": "128MiB", "nvme_budget": "1GiB"}) as daemon:
+        config = config_of(daemon.address, "whole", "nvme")
+        return run_to_the_end(Plan(directory=str(directory), steps=STEPS, config=config))
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ RUNS = {
     "stage 2": (2, Run(), (2,)),
     "stage 3": (3, Run(), (1, 2)),
     "stage 2, clipping": (2, Run(clipping=0.5), (1,)),
-    "stage 1, accumulation": (1, Run(accumulation=4), (1,)),
-    "stage 3, clipping, accumulation": (3, Run(clipping=0.5, accumulation=4), (1, 2)),
+    # A gradient of three micro-batches is spilled, read and added to, and spilled again.
+    "stage 1, accumulation": (1, Run(accumulation=3), (1,)),
+    "stage 3, clipping, accumulation": (3, Run(clipping=0.5, accumulation=3), (1, 2)),
     "stage 1, clipping, boundary": (1, Run(clipping=0.5, accumulation=2, schedule_of_reduction="boundary"), (2,)),
     "stage 3, clipping": (3, Run(clipping=0.5), ()),
     "stage 3, fp16 skip": (3, Run(precision="fp16", poisoned_step=1, clipping=0.5), (1,)),
@@ -78,7 +79,9 @@ RUNS = {
 def run_of(daemon: Daemon, name: str, world_size: int) -> Run:
     stage, run, _ = RUNS[name]
     job = f"{name.replace(', ', '-').replace(' ', '-')}-{world_size}"
-    return replace(run, layers=LAYERS, steps=3, with_masters=True, config=config(daemon, job, stage))
+    # A step follows the one that is skipped.
+    steps = 2 if run.poisoned_step is None else run.poisoned_step + 2
+    return replace(run, layers=LAYERS, steps=steps, with_masters=True, config=config(daemon, job, stage))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainer_client
 from tests.integration.support.large_model_ranks import build_large
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import run_ranks
-from tests.integration.support.training import VOCABULARY, micro_batches, store_config
+from tests.integration.support.training import VOCABULARY, micro_batches
 from trainer_client import zero
 from trainer_client.initial.deferred_init import replay
 
@@ -34,12 +35,12 @@ def build() -> LlamaForCausalLM:
     )
 
 
-def start(model: torch.nn.Module, state_dir: Path) -> trainer_client.Engine:
+def start(model: torch.nn.Module, address: str, job: str) -> trainer_client.Engine:
     optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
-    return trainer_client.initialize(model=model, optimizer=optimizer, config=store_config(state_dir))[0]
+    return trainer_client.initialize(model=model, optimizer=optimizer, config=config_of(address, job, "nvme"))[0]
 
 
-def test_a_recorded_model_trains_and_resumes_as_one_with_memory(tmp_path: Path) -> None:
+def test_a_recorded_model_trains_and_resumes_as_one_with_memory(model_store: str, job: str) -> None:
     batches = list(micro_batches(3))
     with zero.Init(seed=3):
         model = build()
@@ -51,14 +52,14 @@ def test_a_recorded_model_trains_and_resumes_as_one_with_memory(tmp_path: Path) 
         adamw.step()
         adamw.zero_grad()
 
-    with start(model, tmp_path) as engine:
+    with start(model, model_store, job) as engine:
         for batch in batches[:2]:
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             engine.step()
     # The model's parameters are in the store, and the engine computes its buffers.
     with torch.device("meta"):
         model = build()
-    with start(model, tmp_path) as engine:
+    with start(model, model_store, job) as engine:
         engine.backward(engine(input_ids=batches[2], labels=batches[2]).loss)
         engine.step()
         weights = engine.full_state_dict()
@@ -66,7 +67,7 @@ def test_a_recorded_model_trains_and_resumes_as_one_with_memory(tmp_path: Path) 
     assert [name for name, tensor in plain.state_dict().items() if not torch.equal(weights[name], tensor)] == []
 
 
-def test_two_ranks_make_and_read_one_model(tmp_path: Path) -> None:
+def test_two_ranks_make_and_read_one_model(model_store: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     state = {name: tensor.clone() for name, tensor in build_large().state_dict().items()}
     del state["lm_head.weight"]  # This weight is tied to the embedding, so the files do not contain it.
@@ -76,7 +77,7 @@ def test_two_ranks_make_and_read_one_model(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, names in files.items() for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    run_ranks("tests.integration.support.large_model_ranks", 2, tmp_path)
+    run_ranks("tests.integration.support.large_model_ranks", 2, tmp_path, model_store)
 
     read = [int((tmp_path / f"read-{rank}").read_text()) for rank in range(2)]
     stored = sum(tensor.nbytes for tensor in state.values())

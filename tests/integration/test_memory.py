@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.integration.support.daemon import Daemon
 from tests.integration.support.memory_ranks import HOST_BUDGET, MIB, MODEL_UNITS, UNIT_BYTES, WIDTH
 from tests.integration.support.ranks import run_ranks
 
@@ -25,7 +26,9 @@ def test_no_rank_holds_more_than_the_root_two_units_and_one_units_gradients(tmp_
         names = ["first.weight", *(f"blocks.{index}.linear.weight" for index in range(MODEL_UNITS - 1))]
         save_file({name: torch.randn(WIDTH, WIDTH) / WIDTH for name in names}, tmp_path / "model.safetensors")
 
-    run_ranks("tests.integration.support.memory_ranks", world_size, tmp_path)
+    limits = {"host_budget": HOST_BUDGET, "nvme_budget": "2GiB"}
+    with Daemon(tmp_path / "small", limits) as small, Daemon(tmp_path / "large", limits) as large:
+        run_ranks("tests.integration.support.memory_ranks", world_size, tmp_path, small.address, large.address)
 
     unit_bytes = UNIT_BYTES // (1 if world_size == 1 else 2)  # Two ranks compute in bf16.
     for rank in range(world_size):

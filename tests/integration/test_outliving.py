@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,30 @@ NEW_JOB = [
 ]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
+    """A function that returns the state directory and the results of two steps of a new job, by the number of ranks."""
+
+    @cache
+    def begin(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
+        directory = tmp_path_factory.mktemp(f"begun-{ranks}")
+        results = outlive(make_plan(directory, offloaded(3, "nvme"), steps=2), ranks)
+        return directory / "state", results
+
+    return begin
+
+
 @pytest.mark.parametrize("derives", [False, True], ids=["values", "recipes"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(tmp_path: Path, ranks: int, derives: bool) -> None:
+def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(
+    tmp_path: Path, begun: Callable[[int], tuple[Path, list[dict[str, Any]]]], ranks: int, derives: bool
+) -> None:
     """No recipe needs memory that is kept, and the random numbers of the run stay those that they are without kills."""
     config = offloaded(3, "nvme", kept_gradients=64 if derives else "1GiB", early_updates=not derives)
-    whole = outlive(make_plan(tmp_path / "whole", config, steps=2, derives=derives), ranks)
+    if derives:
+        whole = outlive(make_plan(tmp_path / "whole", config, steps=2, derives=True), ranks)
+    else:
+        _, whole = begun(ranks)
 
     results = outlive(make_plan(tmp_path / "killed", config, steps=2, derives=derives, kills=NEW_JOB), ranks)
 
@@ -161,11 +180,18 @@ def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(tmp_path: Pa
         ),
     ],
 )
-def test_the_daemon_is_killed_while_a_job_is_resumed(tmp_path: Path, before: int, after: int, kills: list[str]) -> None:
+def test_the_daemon_is_killed_while_a_job_is_resumed(
+    tmp_path: Path,
+    begun: Callable[[int], tuple[Path, list[dict[str, Any]]]],
+    before: int,
+    after: int,
+    kills: list[str],
+) -> None:
     config = offloaded(3, "nvme")
-    outlive(make_plan(tmp_path / "whole", config, steps=2), before)
+    state, _ = begun(before)
     sockets = shutil.ignore_patterns("*.sock", "*.sock.arena")
-    shutil.copytree(tmp_path / "whole" / "state", tmp_path / "killed" / "state", ignore=sockets)
+    for name in ("whole", "killed"):
+        shutil.copytree(state, tmp_path / name / "state", ignore=sockets)
     whole = outlive(make_plan(tmp_path / "whole", config, steps=4, first_step=3), after)
 
     killed = make_plan(tmp_path / "killed", config, steps=4, first_step=3, kills=[(0, kill) for kill in kills])

@@ -22,7 +22,6 @@ from tests.integration.support.training import (
     build_model,
     make_optimizer,
     micro_batches,
-    store_config,
     train_through_store,
 )
 from trainer_client import JobConflictError, StoreError, schedules
@@ -147,9 +146,9 @@ def buffers_in_parts(config: dict[str, Any], ends: Sequence[int]) -> dict[str, t
     return state
 
 
-def test_buffers_go_on_where_the_job_goes_on(tmp_path: Path) -> None:
-    whole = buffers_in_parts(store_config(tmp_path / "whole"), ends=[STEPS])
-    parts = buffers_in_parts(store_config(tmp_path / "parts"), ends=[4, STEPS])
+def test_buffers_go_on_where_the_job_goes_on(model_store: str, job: str) -> None:
+    whole = buffers_in_parts(config_of(model_store, f"{job}-whole", "nvme"), ends=[STEPS])
+    parts = buffers_in_parts(config_of(model_store, f"{job}-parts", "nvme"), ends=[4, STEPS])
 
     assert whole["1.num_batches_tracked"] == STEPS
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())

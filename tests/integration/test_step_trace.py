@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import trainer_client
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import (
     Run,
     assert_bit_equal,
@@ -18,7 +20,6 @@ from tests.integration.support.training import (
     launch,
     make_optimizer,
     micro_batches,
-    store_config,
     train_plain,
     train_through_store,
 )
@@ -53,9 +54,8 @@ class Rows:
         return next(rows for name, rows in self.spans.items() if name.startswith(process))
 
 
-def traced_config(directory: Path, **trace: Any) -> dict[str, Any]:
-    section = {"file": str(directory / "step.json"), **trace}
-    return store_config(directory / "state", trace=section)
+def traced_config(address: str, job: str, directory: Path, **trace: Any) -> dict[str, Any]:
+    return config_of(address, job, "nvme", trace={"file": str(directory / "step.json"), **trace})
 
 
 def reports(run: Run) -> list[StepReport]:
@@ -76,12 +76,15 @@ def reports(run: Run) -> list[StepReport]:
 
 
 def test_a_trace_has_every_kind_of_row_within_its_steps_and_changes_no_bit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A resumed run finds nothing in its daemon's memory, so its first step reads from disk.
-    train_through_store(Run(steps=2, config=store_config(tmp_path / "state")))
-    run = Run(steps=6, config=traced_config(tmp_path, first_step=1, steps=2))
-    with caplog.at_level("INFO", logger="trainer_client"):
+    limits = {"host_budget": "128MiB", "nvme_budget": "1GiB"}
+    with Daemon(tmp_path / "state", limits) as daemon:
+        train_through_store(Run(steps=2, config=config_of(daemon.address, job, "nvme")))
+        assert daemon.stop() == 0
+    # A resumed run finds nothing in the memory of a new daemon, so its first step reads from disk.
+    with Daemon(tmp_path / "state", limits) as daemon, caplog.at_level("INFO", logger="trainer_client"):
+        run = Run(steps=6, config=traced_config(daemon.address, job, tmp_path, first_step=1, steps=2))
         traced = train_through_store(run)
     plain = train_plain(run)
     assert_bit_equal(replace(traced, resumed_step=0), replace(plain, losses=plain.losses[2:]))
@@ -102,8 +105,8 @@ def test_a_trace_has_every_kind_of_row_within_its_steps_and_changes_no_bit(
     assert f"the trace of step 3 to step 4 is in {tmp_path / 'step.json'}" in caplog.text
 
 
-def test_each_rank_writes_a_file_of_its_own(tmp_path: Path) -> None:
-    config = store_config(tmp_path / "state", gather="collective", trace=str(tmp_path / "step.json"))
+def test_each_rank_writes_a_file_of_its_own(model_store: str, job: str, tmp_path: Path) -> None:
+    config = config_of(model_store, job, "nvme", gather="collective", trace=str(tmp_path / "step.json"))
     launch([Run(steps=5, config=config)], 2, tmp_path)
 
     for rank, name in enumerate(("step.json", "step.rank1.json")):
@@ -113,20 +116,22 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_within_the_traced_steps_writes_those_that_it_made(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_store: str, job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_through_store(Run(steps=2, config=traced_config(tmp_path, first_step=1, steps=10)))
+    train_through_store(Run(steps=2, config=traced_config(model_store, job, tmp_path, first_step=1, steps=10)))
     assert [name for _, _, name in Rows.read(tmp_path / "step.json").of("rank 0")["steps"]] == ["step 1", "step 2"]
 
-    later = traced_config(tmp_path / "later", first_step=9)
+    later = traced_config(model_store, f"{job}-later", tmp_path / "later", first_step=9)
     (tmp_path / "later").mkdir()
     train_through_store(Run(steps=2, config=later))
     assert not (tmp_path / "later" / "step.json").exists()
     assert "the run made 2 steps, and paramserver.trace.first_step is 9" in caplog.text
 
 
-def test_a_trace_without_a_directory_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    config = store_config(tmp_path / "state", trace=str(tmp_path / "nowhere" / "step.json"))
+def test_a_trace_without_a_directory_is_refused_before_anything_is_trained(
+    model_store: str, job: str, tmp_path: Path
+) -> None:
+    config = config_of(model_store, job, "nvme", trace=str(tmp_path / "nowhere" / "step.json"))
     with pytest.raises(ConfigError, match=r"paramserver\.trace\.file = .*nowhere"):
         train_through_store(Run(steps=1, config=config))
 
@@ -142,9 +147,9 @@ def test_a_name_of_a_file_is_short_for_the_section() -> None:
 
 
 def test_a_report_has_the_bytes_that_a_step_moves_and_the_phases_that_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = store_config(tmp_path) | {"steps_per_print": 2}
+    config = config_of(model_store, job, "nvme") | {"steps_per_print": 2}
     with caplog.at_level("INFO", logger="trainer_client"):
         made = reports(Run(steps=6, config=config))
 

@@ -29,7 +29,7 @@ from tests.integration.support.training import (
     micro_batches,
     train_through_store,
 )
-from tests.integration.support.width_ranks import FEATURES, LAYER_BYTES, TOKENS, VOCABULARY
+from tests.integration.support.width_ranks import DAEMON, FEATURES, LAYER_BYTES, TOKENS, VOCABULARY
 from trainer_client import ConfigError, TiledParameterError
 from trainer_client.model.unit_policy import UnitSpec
 from trainer_client.model.units import Unit, UnitState
@@ -257,7 +257,9 @@ def test_a_layer_of_four_times_the_host_budget_trains_and_is_never_whole_in_a_ra
         weight = torch.randn(vocabulary, FEATURES, generator=generator) / 32
         save_file({"embedding.weight": weight, "between.weight": between}, tmp_path / f"{name}.safetensors")
 
-    run_ranks("tests.integration.support.width_ranks", world_size, tmp_path, kind)
+    with Daemon(tmp_path / "small", DAEMON) as small, Daemon(tmp_path / "large", DAEMON) as large:
+        module = "tests.integration.support.width_ranks"
+        run_ranks(module, world_size, tmp_path, kind, small.address, large.address)
 
     # The first loss is that of the whole layers.
     (tokens,) = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -77,7 +77,7 @@ def modules(directory: str, word: str = "") -> Iterator[tuple[Path, ast.Module]]
             yield path, ast.parse(text)
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree: ast.AST) -> Iterator[str]:
     """Yield the dotted names of all imports, also of imports within functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -147,6 +147,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module, tree in names.items()
     }
     TopologicalSorter({module: others - {module} for module, others in graph.items()}).prepare()
+
+
+def test_torchs_checkpoints_are_imported_only_by_exports_and_imports_in_their_format() -> None:
+    """torch.distributed.checkpoint takes 1 s to import, which each start of a trainer would take longer."""
+
+    def at_start(tree: ast.Module) -> list[str]:
+        return [name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for name in imported(node)]
+
+    slow = ("torch.distributed.checkpoint", "trainer_client.exchange.dcp_")
+    found = {
+        path.stem for path, tree in modules("trainer_client") if any(name.startswith(slow) for name in at_start(tree))
+    }
+    assert found == {"dcp_format", "dcp_source"}
 
 
 def test_every_channel_is_made_where_proxies_of_the_environment_are_refused() -> None:

@@ -41,7 +41,7 @@ from trainer_client.transport.credentials import Credentials
 _REPORT_SECONDS = 5.0
 # The pause after a failed copy doubles from the first to the second of these.
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 5.0
 # The holder has to answer within this time before a step is opened for it.
 _ANSWER_SECONDS = 5.0
 # A follower without a trainer gives up when the daemon that it copies from has not answered for so long.

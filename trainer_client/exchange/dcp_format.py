@@ -2,6 +2,8 @@
 
 torch's planner gets tensors without memory. This module's planner cuts them into chunks, and reads a chunk from the
 store when the writer asks for it. This module must never hold more than one chunk, and needs no process group.
+
+torch.distributed.checkpoint takes 1 s to import, so only an export that writes this format imports this module.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it with an unpickler
 that knows the few classes that torch writes there, and refuses every other name. It must never hold more than one chunk
 of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
+
+torch.distributed.checkpoint takes 1 s to import, so only an import that reads this format imports this module.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, CheckpointTensor, ParameterGroup
-from trainer_client.exchange.source import name_within, verify_checksums
+from trainer_client.exchange.source import DCP_METADATA, name_within, verify_checksums
 from trainer_client.store_client.types import Kind
 
-METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 # The names that a `.metadata` may use, by their modules. None of them does more than to hold values.
@@ -65,11 +66,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run any code")
 
 
-def is_dcp(path: Path) -> bool:
-    """Return whether a directory is a checkpoint of torch.distributed.checkpoint."""
-    return (path / METADATA).is_file()
-
-
 def open_dcp(path: Path, *, verify: bool) -> Checkpoint:
     """Open a checkpoint of torch.distributed.checkpoint.
 
@@ -78,10 +74,10 @@ def open_dcp(path: Path, *, verify: bool) -> Checkpoint:
     Raises:
         ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load.
     """
-    metadata = _read_metadata(path / METADATA)
+    metadata = _read_metadata(path / DCP_METADATA)
     files = _Files(path, metadata)
     if verify:
-        verify_checksums([path / METADATA, *files.paths])
+        verify_checksums([path / DCP_METADATA, *files.paths])
     weights, states, others = _sort(metadata)
     if not weights:
         raise ImportCheckpointError(
@@ -254,7 +250,7 @@ class _Files:
         self._last: tuple[_Chunk, torch.Tensor] | None = None
         self._of_key: dict[str, list[_Chunk]] = {}
         names = {info.relative_path for info in self._places.values()}
-        self.paths = [directory / name_within(name, directory / METADATA) for name in sorted(names, key=str)]
+        self.paths = [directory / name_within(name, directory / DCP_METADATA) for name in sorted(names, key=str)]
 
     def values(self, key: str) -> _Chunks:
         entry = self._metadata.state_dict_metadata[key]
@@ -341,12 +337,12 @@ class _Files:
     def _place(self, index: MetadataIndex) -> Any:
         info = self._places.get(index)
         if info is None:
-            raise ImportCheckpointError(f"{self._directory / METADATA} does not say where {index.fqn!r} is")
+            raise ImportCheckpointError(f"{self._directory / DCP_METADATA} does not say where {index.fqn!r} is")
         return info
 
     def _load(self, index: MetadataIndex) -> Any:
         info = self._place(index)
-        path = self._directory / name_within(info.relative_path, self._directory / METADATA)
+        path = self._directory / name_within(info.relative_path, self._directory / DCP_METADATA)
         try:
             size = path.stat().st_size
             if not 0 <= info.offset <= info.offset + info.length <= size:

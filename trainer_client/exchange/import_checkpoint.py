@@ -15,13 +15,12 @@ from pathlib import Path
 
 from trainer_client.errors import ConfigError, ImportCheckpointError, TrainerClientError
 from trainer_client.exchange.checkpoint import Checkpoint
-from trainer_client.exchange.dcp_source import is_dcp, open_dcp
 from trainer_client.exchange.deepspeed_files import is_deepspeed
 from trainer_client.exchange.deepspeed_zero import open_deepspeed
 from trainer_client.exchange.export import DTYPES, Progress, WeightDType
 from trainer_client.exchange.imported_job import ImportedJob
 from trainer_client.exchange.imported_state import encode_state
-from trainer_client.exchange.source import local_source
+from trainer_client.exchange.source import DCP_METADATA, local_source
 from trainer_client.exchange.weight_files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
@@ -171,7 +170,9 @@ def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
     """Open a checkpoint of whichever format it has. It can raise ImportCheckpointError."""
     if tag is not None or is_deepspeed(path):
         return open_deepspeed(path, tag, verify=verify)
-    if path.is_dir() and is_dcp(path):
+    if (path / DCP_METADATA).is_file():
+        from trainer_client.exchange.dcp_source import open_dcp  # noqa: PLC0415 - takes 1 s
+
         return open_dcp(path, verify=verify)
     if path.suffix == ".safetensors" or (path / SAFETENSORS).is_file() or (path / SAFETENSORS_INDEX).is_file():
         return open_safetensors(path, verify=verify)

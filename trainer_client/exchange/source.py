@@ -20,6 +20,8 @@ from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange import torch_files
 from trainer_client.exchange.destination import CHECKSUMS
 
+# The file that makes a directory a checkpoint of torch.distributed.checkpoint.
+DCP_METADATA = ".metadata"
 _READ_AT_ONCE = 4 << 20
 _CHECKSUM_LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$")
 # The suffixes of files of torch.save, which have a checksum for each record.

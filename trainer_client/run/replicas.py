@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,8 @@ import grpc
 
 from trainer_client.errors import ConfigError, StoreUnavailableError, TrainerClientError
 from trainer_client.log_context import carried
-from trainer_client.run.stored_step import StoreAddress, connect
+from trainer_client.store_client.connection import Call, Connection
+from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS
 from trainer_client.transport.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -57,15 +59,21 @@ def choose_holders(
 
 
 def _epoch_of(address: str, credentials: Credentials) -> str | None:
-    """Return the random name of a daemon's start; None if it does not answer and so is not the job's own one."""
+    """Return the random name of a daemon's start; None if it does not answer and so is not the job's own one.
+
+    The daemon is asked once, because the follower goes on asking a holder that is away.
+    """
+    connection = Connection(address, f"trainer at {socket.gethostname()}", credentials, prefer_streams=False)
     try:
-        with connect(StoreAddress(address=address), credentials) as client:
-            return client.epoch
+        connection.session(Call(None, CONTROL_DEADLINE_SECONDS))
+        return connection.epoch
     except ConfigError:
         raise
     except TrainerClientError as error:
         log.warning("the daemon at %s, which may hold a replica, does not answer: %s", address, error)
         return None
+    finally:
+        connection.close()
 
 
 class FollowerProcess:

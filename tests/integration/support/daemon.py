@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -225,14 +226,14 @@ def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
 
 
 def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Run `paramserver serve` with arguments that make it end by itself, and return its result."""
-    return subprocess.run(
-        [sys.executable, "-m", "paramserver", "serve", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "400"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    """Run `paramserver serve` with arguments that make it end by itself, in a forked process, and return its result."""
+    with TemporaryDirectory() as directory:
+        log, errors = Path(directory) / "log", Path(directory) / "errors"
+        environment = os.environ | {"COLUMNS": "400"}
+        words = ["serve", *arguments]
+        process = Forked("paramserver.cli", words, environment=environment, log=log, errors=errors)
+        try:
+            code = process.wait(seconds)
+            return subprocess.CompletedProcess(words, code, stdout=log.read_text(), stderr=errors.read_text())
+        finally:
+            process.kill()

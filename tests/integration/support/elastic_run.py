@@ -28,7 +28,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import admin_of
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import LENGTH, Run, build_model, make_optimizer
-from trainer_client import StoreClientSync, TrainingLoader
+from trainer_client import StoreClientSync, StoredTensor, TrainingLoader
 
 SAMPLES = 60
 BATCH = 12
@@ -158,14 +158,25 @@ def read_job(job: str, addresses: Iterable[str]) -> dict[str, torch.Tensor]:
         for address in dict.fromkeys(addresses):
             client = clients.enter_context(StoreClientSync.connect(address))
             reader = clients.enter_context(client.read(job))
-            for tensor in reader.tensors():
-                for kind, dtype in tensor.kinds.items():
-                    whole = tensors.setdefault(
-                        f"{tensor.fqn}/{kind}", torch.full((tensor.numel,), torch.nan, dtype=dtype)
-                    )
+            stored = reader.tensors()
+            for kind in dict.fromkeys(kind for tensor in stored for kind in tensor.kinds):
+                having = [tensor for tensor in stored if kind in tensor.kinds]
+                # One request reads all tensors of which the store has every element.
+                whole = reader.get_many([tensor.fqn for tensor in having if is_whole(tensor)], kind=kind)
+                tensors |= {f"{fqn}/{kind}": values.flatten() for fqn, values in whole.items()}
+                for tensor in having:
+                    if is_whole(tensor):
+                        continue
+                    unread = torch.full((tensor.numel,), torch.nan, dtype=tensor.kinds[kind])
+                    parts = tensors.setdefault(f"{tensor.fqn}/{kind}", unread)
                     for offset, numel in tensor.held:
-                        whole[offset : offset + numel] = reader.get(tensor.fqn, kind=kind, offset=offset, numel=numel)
+                        parts[offset : offset + numel] = reader.get(tensor.fqn, kind=kind, offset=offset, numel=numel)
     return tensors
+
+
+def is_whole(tensor: StoredTensor) -> bool:
+    """Return whether the store has every element of a tensor."""
+    return sum(numel for _, numel in tensor.held) == tensor.numel
 
 
 def job_info(address: str, job: str) -> admin_pb.JobInfo:

@@ -25,13 +25,22 @@ _PRELOADED = ["tests.integration.support.preloaded"]
 class Forked:
     """A forked process that runs the `main` of a module, with the methods of subprocess.Popen that tests use.
 
-    `main` finds `arguments` in sys.argv. Its output goes to `log`, and its standard input is empty.
+    `main` finds `arguments` in sys.argv. Its output goes to `log`, as its standard error does unless `errors` is given.
+    Its standard input is empty.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        errors: Path | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        self._process = context.Process(target=_run, args=(module, list(arguments), dict(environment), log))
+        self._process = context.Process(target=_run, args=(module, list(arguments), dict(environment), log, errors))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -65,11 +74,14 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
+def _run(module: str, arguments: list[str], environment: Mapping[str, str], log: Path, errors: Path | None) -> None:
     """Run the module's `main` in the new process."""
     with log.open("w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
+    if errors is not None:
+        with errors.open("w") as output:
+            os.dup2(output.fileno(), sys.stderr.fileno())
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,8 @@
-"""One of two ranks that begin jobs with models on the meta device, without memory; run by test_large_models.py."""
+"""One of two ranks that begin jobs with models on the meta device, without memory; run by test_large_models.py.
+
+Run as a program: `python -m tests.integration.support.large_model_ranks DIRECTORY ADDRESS`, with the environment of
+torchrun. Each job has a name of its own at the daemon at ADDRESS.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
-from tests.integration.support.training import Run, build_model, store_config
+from tests.integration.support.model_runs import config_of
+from tests.integration.support.training import Run, build_model
 from trainer_client import zero
 from trainer_client.initial.deferred_init import replay
 
@@ -25,13 +30,13 @@ def build_large() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=257, n_positions=32, **ends))
 
 
-def start(model: nn.Module, state_dir: Path, weights: Path | None = None) -> trainer_client.Engine:
-    config = store_config(state_dir) | {"optimizer": {"type": "AdamW"}}
+def start(model: nn.Module, address: str, job: str, weights: Path | None = None) -> trainer_client.Engine:
+    config = config_of(address, job, "nvme") | {"optimizer": {"type": "AdamW"}}
     return trainer_client.initialize(model=model, config=config, weights=weights)[0]
 
 
-def initial_state(model: nn.Module, state_dir: Path) -> Mapping[str, torch.Tensor]:
-    with start(model, state_dir) as engine:
+def initial_state(model: nn.Module, address: str, job: str) -> Mapping[str, torch.Tensor]:
+    with start(model, address, job) as engine:
         return engine.full_state_dict()
 
 
@@ -53,7 +58,7 @@ def recorded(seed: int) -> nn.Module:
         return build_model(Run())
 
 
-def check_rank_0_counts(rank: int, directory: Path) -> None:
+def check_rank_0_counts(rank: int, address: str) -> None:
     """Check that what a constructor does on rank 0 alone counts on all ranks, with the random numbers that follow."""
     torch.manual_seed(300)
     with zero.Init():
@@ -64,7 +69,7 @@ def check_rank_0_counts(rank: int, directory: Path) -> None:
         third = nn.Linear(3, 3)
     model = nn.Sequential(first, second, third)
     own = {name: replay(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    state = initial_state(model, directory / "on rank 0 alone")
+    state = initial_state(model, address, "on rank 0 alone")
     assert torch.equal(state["0.weight"][1:], torch.full((2, 5), 2.0))
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, own)
@@ -72,19 +77,19 @@ def check_rank_0_counts(rank: int, directory: Path) -> None:
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    directory, address = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
     # The values do not depend on the number of ranks, and rank 0's seed counts.
-    state = initial_state(recorded(seed=100 + rank), directory / "recorded")
+    state = initial_state(recorded(seed=100 + rank), address, "recorded")
     reference = recorded(seed=100).state_dict(keep_vars=True)
     assert_same(state, {name: replay(tensor) for name, tensor in reference.items()})
 
     # It is enough if rank 0 has values.
     with torch.device("cpu" if rank == 0 else "meta"):
         model = build_model(Run())
-    assert_same(initial_state(model, directory / "given"), build_model(Run()).state_dict())
+    assert_same(initial_state(model, address, "given"), build_model(Run()).state_dict())
 
     # A change by one rank before `initialize` changes the values of all ranks, also while the model is being built.
     with zero.Init():
@@ -102,21 +107,20 @@ def main() -> None:
     expected = {n: replay(t) for n, t in recorded(seed=200).state_dict(keep_vars=True).items()}
     expected[name][2] = 1.0
     assert torch.equal(embedding, expected["transformer.wte.weight"])
-    assert_same(initial_state(model, directory / "changed"), expected)
+    assert_same(initial_state(model, address, "changed"), expected)
 
-    check_rank_0_counts(rank, directory)
+    check_rank_0_counts(rank, address)
 
     # If rank 0 has no values and another rank does, both ranks raise.
     with torch.device("meta" if rank == 0 else "cpu"):
         model = build_model(Run())
     with pytest.raises(trainer_client.ConfigError, match=r"transformer\.wte\.weight is on the meta device on rank 0"):
-        initial_state(model, directory / "refused")
+        initial_state(model, address, "refused")
 
     with zero.Init(seed=1):
         model = build_large()
     before = read_bytes()
-    with start(model, directory / "weights", weights=directory) as engine:
-        # The count is read before the daemon ends, because the kernel adds the reads of an ended child to its parent's.
+    with start(model, address, "weights", weights=directory) as engine:
         (directory / f"read-{rank}").write_text(str(read_bytes() - before))
         state = engine.full_state_dict()
     files = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}

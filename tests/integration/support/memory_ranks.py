@@ -1,8 +1,9 @@
 """One rank that builds, fills and trains a model eight times as large as the store's host memory, and measures memory.
 
-Run by test_memory.py: `python -m tests.integration.support.memory_ranks DIRECTORY`. There are two independent counts:
-the bytes of all parameters and gradients, counted in each module's forward and backward, and the kernel's count of the
-process's private memory, read all the time.
+Run by test_memory.py: `python -m tests.integration.support.memory_ranks DIRECTORY SMALL LARGE`, where the last two are
+the addresses of the daemons for the small and for the large model. There are two independent counts: the bytes of all
+parameters and gradients, counted in each module's forward and backward, and the kernel's count of the process's private
+memory, read all the time.
 """
 
 from __future__ import annotations
@@ -110,24 +111,24 @@ class PrivateMemory:
         return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
-def config(state_dir: Path, *, bf16: bool) -> dict[str, Any]:
+def config(address: str, *, bf16: bool) -> dict[str, Any]:
     nvme = {"device": "nvme"}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-        "paramserver": {"state_dir": str(state_dir), "host_budget": HOST_BUDGET, "nvme_budget": "2GiB"},
+        "paramserver": {"address": address},
     }
 
 
-def measure(state_dir: Path, weights: Path | None, *, units: int, bf16: bool) -> dict[str, int]:
+def measure(address: str, weights: Path | None, *, units: int, bf16: bool) -> dict[str, int]:
     """Build, fill and train a model; return the peak of each count, without the memory before it."""
     memory = PrivateMemory()
     with memory.watched() as start:
         with zero.Init(seed=7):
             model = MostlyFrozen(units)
-        engine, *_ = trainer_client.initialize(model=model, config=config(state_dir, bf16=bf16), weights=weights)
+        engine, *_ = trainer_client.initialize(model=model, config=config(address, bf16=bf16), weights=weights)
         initialised = memory.peak - start
         with engine:
             if weights is not None:
@@ -154,14 +155,15 @@ def check_values(engine: trainer_client.Engine, weights: Path) -> None:
 
 def main() -> None:
     directory = Path(sys.argv[1])
+    small, large = sys.argv[2:]
     dist.init_process_group("gloo")
     world_size, rank = dist.get_world_size(), dist.get_rank()
     bf16 = world_size > 1
     # A first small model makes the process allocate all memory that does not depend on the model's size.
-    measure(directory / "small", None, units=3, bf16=bf16)
+    measure(small, None, units=3, bf16=bf16)
     gc.collect()
     weights = directory / "model.safetensors" if world_size > 1 else None
-    counts = measure(directory / "large", weights, units=MODEL_UNITS, bf16=bf16)
+    counts = measure(large, weights, units=MODEL_UNITS, bf16=bf16)
     (directory / f"counts-{rank}.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
 

@@ -7,7 +7,16 @@ import importlib
 
 # Collections find nothing here. A later one in a forked process would visit, and so copy, the memory of all modules.
 gc.disable()
-for module in ("tests.integration.support.training", "paramserver.server"):
+MODULES = (
+    "tests.integration.support.training",
+    "paramserver.cli",
+    "paramserver.server",
+    "uvloop",
+    # A trainer imports these when it needs them.
+    "trainer_client.exchange.dcp_format",
+    "trainer_client.exchange.dcp_source",
+)
+for module in MODULES:
     importlib.import_module(module)
 gc.collect()
 gc.freeze()

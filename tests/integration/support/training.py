@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -65,6 +66,8 @@ class Run:
     # The reference is train_with_masters if this is true, else train_plain.
     with_masters: bool = False
     prefer_streams: bool = False
+    # A pause after each step, in which other processes have the processors: a follower starts much faster beside it.
+    pause_seconds: float = 0.0
     # The device to which the model is moved before it trains, as "cuda:0"; where it is built if this is empty.
     device: str = ""
     config: dict[str, Any] = field(default_factory=dict)
@@ -408,6 +411,7 @@ def train_through_store(run: Run) -> Result:
                 engine.optimizer.zero_grad()
             else:
                 engine.step()
+            time.sleep(run.pause_seconds)
             losses.append((loss / run.accumulation).item())
             norm = engine.get_global_grad_norm()
             ended = engine.micro_steps % run.accumulation == 0

@@ -1,7 +1,8 @@
 """One rank that fills and trains a model whose one layer is four times the store's host memory, and measures memory.
 
-Run by test_tiling.py: `python -m tests.integration.support.width_ranks DIRECTORY KIND`. The layer is the tied weight
-of an embedding and a head. Its values are from a file, because other sources need memory for a whole parameter.
+Run by test_tiling.py: `python -m tests.integration.support.width_ranks DIRECTORY KIND SMALL LARGE`, where the last two
+are the addresses of the daemons for the small and for the large model. The layer is the tied weight of an embedding and
+a head. Its values are from a file, because other sources need memory for a whole parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer_client import zero
 FEATURES = 1024
 VOCABULARY = 24576
 LAYER_BYTES = VOCABULARY * FEATURES * 4
-HOST_BUDGET = LAYER_BYTES // 4
+DAEMON = {"host_budget": LAYER_BYTES // 4, "nvme_budget": "2GiB"}
 TILE_BYTES = 2 * MIB
 TOKENS = 32
 CHUNK = 16
@@ -48,23 +49,21 @@ class TiedModel(nn.Module):
         return trainer_client.chunked_cross_entropy(hidden, self.head, tokens.roll(-1, dims=-1), tokens=CHUNK)
 
 
-def config(state_dir: Path) -> dict[str, Any]:
+def config(address: str) -> dict[str, Any]:
     nvme = {"device": "nvme"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
         "paramserver": {
-            "state_dir": str(state_dir),
-            "host_budget": HOST_BUDGET,
-            "nvme_budget": "2GiB",
+            "address": address,
             "kept_gradients": 0,
             "tiling": {"largest_tile": TILE_BYTES},
         },
     }
 
 
-def measure(state_dir: Path, weights: Path, vocabulary: int, *, trained: bool) -> dict[str, Any]:
+def measure(address: str, weights: Path, vocabulary: int, *, trained: bool) -> dict[str, Any]:
     """Fill and train a model; return the peak of private memory, without the memory before it, and the losses."""
     memory = PrivateMemory()
     losses = []
@@ -72,7 +71,7 @@ def measure(state_dir: Path, weights: Path, vocabulary: int, *, trained: bool) -
         with zero.Init(seed=7):
             model = TiedModel(vocabulary, trains_weight=trained)
         engine, *_ = trainer_client.initialize(
-            model=model, config=config(state_dir), weights=weights, strict_weights=False
+            model=model, config=config(address), weights=weights, strict_weights=False
         )
         with engine:
             generator = torch.Generator().manual_seed(dist.get_rank())
@@ -94,11 +93,12 @@ def map_large_blocks() -> None:
 def main() -> None:
     map_large_blocks()
     directory, trained = Path(sys.argv[1]), sys.argv[2] == "trained"
+    small, large = sys.argv[3:]
     dist.init_process_group("gloo")
     # A first small model makes the process allocate all memory that does not depend on the model's size.
-    measure(directory / "small", directory / "small.safetensors", 1024, trained=trained)
+    measure(small, directory / "small.safetensors", 1024, trained=trained)
     gc.collect()
-    result = measure(directory / "large", directory / "large.safetensors", VOCABULARY, trained=trained)
+    result = measure(large, directory / "large.safetensors", VOCABULARY, trained=trained)
     (directory / f"result-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

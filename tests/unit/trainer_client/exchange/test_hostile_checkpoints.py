@@ -23,10 +23,10 @@ from tests.integration.support.deepspeed_checkpoint import write_checkpoint
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import Checkpoint
-from trainer_client.exchange.dcp_source import METADATA, open_dcp
+from trainer_client.exchange.dcp_source import open_dcp
 from trainer_client.exchange.deepspeed_zero import open_deepspeed
 from trainer_client.exchange.destination import CHECKSUMS
-from trainer_client.exchange.source import verify_checksums
+from trainer_client.exchange.source import DCP_METADATA, verify_checksums
 from trainer_client.exchange.weight_files import open_safetensors, open_state_dict
 
 
@@ -171,9 +171,9 @@ def write_dcp(path: Path) -> Path:
 
 
 def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
-    metadata: Metadata = pickle.loads((path / METADATA).read_bytes())
+    metadata: Metadata = pickle.loads((path / DCP_METADATA).read_bytes())
     change(metadata)
-    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    (path / DCP_METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def read_all(checkpoint: Checkpoint) -> None:
@@ -204,7 +204,7 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
             info.length = 1 << 40
 
     (tmp_path / "harm").mkdir()
-    (tmp_path / "harm" / METADATA).write_bytes(pickle.dumps(Harm(tmp_path / "done")))
+    (tmp_path / "harm" / DCP_METADATA).write_bytes(pickle.dumps(Harm(tmp_path / "done")))
     with pytest.raises(ImportCheckpointError, match=r"names posix\.mkdir, which could run any code"):
         open_dcp(tmp_path / "harm", verify=False)
     assert not (tmp_path / "done").exists()
@@ -223,7 +223,7 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
         file.truncate(50)
     with pytest.raises(ImportCheckpointError, match="leave the file"):
         read_all(open_dcp(whole, verify=False))
-    (whole / METADATA).write_bytes(b"\x80\x04junk")
+    (whole / DCP_METADATA).write_bytes(b"\x80\x04junk")
     with pytest.raises(ImportCheckpointError, match="is not loaded"):
         open_dcp(whole, verify=False)
 
