@@ -6,8 +6,9 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from tests.integration.support.training import (
 )
 from tests.integration.support.training import launch as launch_runs
 from tests.unit.storage.builders import Layout
+from trainer_client.step.gradient_memory import LeasedMemory
+from trainer_client.transport.pending_calls import RepeatedCall
 
 LAYERS = 12
 # The optimizer's smallest buffers are 1.75 MiB. Four layers' gradients and three layers take 1.4 MB, and all gradients
@@ -158,6 +161,52 @@ def wait_for_spilled_gradients(daemon: Daemon, launch: Launch, step: int) -> Non
         if any(job.committed_step > step for job in jobs) and tiers(daemon.address)[1].gradient_bytes:
             return
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize("act", ["fetch_ahead", "park", "free"])
+def test_memory_may_be_given_back_by_what_runs_while_it_is_waited_for(
+    daemons: tuple[Daemon, Daemon], monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """On an accelerator, a wait for memory runs what is to be done after copies, and that may use the same memory."""
+    memories: list[LeasedMemory] = []
+    init = LeasedMemory.__init__
+
+    def note(memory: LeasedMemory, *arguments: Any) -> None:
+        init(memory, *arguments)
+        memories.append(memory)
+
+    monkeypatch.setattr(LeasedMemory, "__init__", note)
+    run = run_of(daemons[0], "stage 3", 1)
+    section = run.config["paramserver"] | {"job": f"given back, {act}"}
+    model = build_model(run)
+    engine, *_ = trainer_client.initialize(
+        model=model, optimizer=make_optimizer(model, run)[0], config=run.config | {"paramserver": section}
+    )
+    with ExitStack() as ending:
+        ending.callback(engine.close_without_commit)
+        memory = memories[1]
+        memory.start(1)
+        memory.wait().data.fill_(7)
+        assert memory.park(is_sent=False) is not None
+        acts = {"fetch_ahead": memory.fetch_ahead, "park": partial(memory.park, is_sent=False), "free": memory.free}
+        ran: list[str] = []
+
+        def run_act() -> None:
+            if not ran:
+                ran.append(act)
+                acts[act]()
+
+        # The store answers at once here, and never on an accelerator whose leases take all room.
+        monkeypatch.setattr(RepeatedCall, "is_answered", property(lambda _: False))
+        monkeypatch.setattr(memory._lanes, "finish_copies_in", run_act)
+        for _ in range(2):
+            leased = memory.wait()
+            assert ran == [act]
+            assert leased.parked is None
+            assert leased.data.numel() > 0
+            assert act == "free" or bool((leased.data == 7).all())
+        memory.free()
+    assert_nothing_left(daemons[0])
 
 
 def test_a_rank_is_killed_with_spilled_gradients(small: Daemon, tmp_path: Path) -> None:

@@ -217,15 +217,17 @@ class LeasedMemory:
         After a restart of the daemon, return a lease of the new daemon with the same bytes.
         """
         assert self._is_requested, "start comes first"
-        if self._pending is None and self._leased is None:
-            self._pending = self._ask()
-        self.fetch_ahead()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            if not pending.is_answered:
-                # The store may have no room while this rank holds the leases of copied units.
+        while self._leased is None or self._is_parked:
+            self._is_requested = True
+            if self._pending is None:
+                self._pending = self._ask() if self._leased is None else self._recall()
+            if not self._pending.is_answered:
+                # The store may have no room while this rank holds the leases of copied units. What runs after their
+                # copies may use, park or free this memory, so it has to find the request, and may end it.
                 self._lanes.finish_copies_in()
-            (self._leased,) = pending.wait()
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                (self._leased,) = pending.wait()
         return self._current()
 
     def _current(self) -> LeasedBytes:
