@@ -29,8 +29,7 @@ DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
 # An allowance for the memory that a rank's libraries take besides RANK_BYTES: 40 MiB that a model of 120,000 parameters
 # takes in fp32 (36 MiB of them for modules that are imported with the model, the others for gRPC's buffers), and 35 MiB
 # more that the threads of matrix products keep for larger models. Both were measured on 2 cores with bf16 instructions,
-# where the small model takes 52 MiB in bf16. On a processor with AVX2 alone the small model took 88 to 97 MiB, so ranks
-# may take more than planned there.
+# where the small model takes 52 MiB in bf16. On a processor with AVX2 alone it takes 39 MiB in fp32.
 RANK_ALLOWANCE = 75 * MIB
 # gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. It is not
 # known how many of these copies the heap keeps. Two copies, one for each thread of gloo, agree best with three measured
