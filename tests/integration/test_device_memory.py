@@ -163,9 +163,10 @@ def test_what_a_killed_client_has_offered_is_forgotten(
     clients.rank(Layout(name=job), run_id="first").begin().close()
     arguments = [daemon.address, job]
     module = "tests.integration.support.device_client"
-    killed = Forked(module, arguments, environment=os.environ, log=tmp_path / "client.log")
+    log = tmp_path / "client.log"
+    killed = Forked(module, arguments, environment=os.environ, log=log)
     try:
-        wait_until(lambda: gpu_tier(daemon).leased_bytes > 0)
+        wait_until(lambda: log.exists() and "leased" in log.read_text())
         tier = gpu_tier(daemon)
         assert tier.budget_bytes == MIB
         assert tier.leased_bytes == tier.used_bytes

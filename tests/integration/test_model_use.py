@@ -297,7 +297,7 @@ def test_what_is_used_again_stays_within_the_limit(
 
 def test_what_stays_gathered_is_gathered_anew_after_a_change(model_store: str) -> None:
     model, batch = Faulty(None), BATCHES[0]
-    config = config_of(model_store, "changed")
+    config = config_of(model_store, "gathered anew")
     config["zero_optimization"]["stage3_max_live_parameters"] = 1_000_000
     with start(model, config) as engine:
         train(engine, batch)

@@ -22,6 +22,7 @@ def main() -> None:
         slab = pb.SlabName(group=group, kind=pb.KIND_PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, device=pb.DeviceUse())
         rank.call("AcquireLeases", wants=[want])
+    print("leased", flush=True)
     time.sleep(600)
 
 
