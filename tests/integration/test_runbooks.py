@@ -355,7 +355,7 @@ def test_two_nodes_are_upgraded_under_a_job_and_one_of_them_is_lost(tmp_path: Pa
             lost_at = job.step
             set_up(second, NODES[1])
             second.sh(START)
-            (exported,) = re.findall(r"gpt2: step (\d+) of ", first.sh(start_again))
+            (exported,) = re.findall(r"gpt2: committed as step (\d+), from", first.sh(start_again))
             job.finish(lost_at + 1)
         finally:
             job.close()
