@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.step.boundary import Key, Newest, is_saved_by_checkpoint, key_of, may_leave
+from trainer_client.step.boundary import Key, Newest, Saved, is_saved_by_checkpoint, key_of, may_leave
 from trainer_client.step.recall_depth import MOST_STAYING
 
 
@@ -46,35 +46,16 @@ class _Boundary:
     """A boundary of the rehearsal.
 
     Attributes:
+        key: identifies its bytes when it was saved.
         nbytes: its size.
         begin: the first of its bytes in the storage of `tensor`.
         tensor: a tensor that has its storage; None: it is in the store.
     """
 
+    key: Key
     nbytes: int
     begin: int
     tensor: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A tensor as a view of the bytes of a boundary; `offset` counts elements from the boundary's first byte."""
-
-    boundary: _Boundary
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def view(self) -> torch.Tensor:
-        """Return the tensor, after the boundary has come back if it had left."""
-        boundary = self.boundary
-        if boundary.tensor is None:
-            boundary.tensor, boundary.begin = torch.empty(boundary.nbytes, dtype=torch.uint8), 0
-        tensor, begin = boundary.tensor, boundary.begin
-        itemsize = tensor.itemsize
-        flat = tensor.as_strided((boundary.nbytes // itemsize,), (1,), begin // itemsize).view(self.dtype)
-        return flat.as_strided(self.size, self.stride, begin // self.dtype.itemsize + self.offset)
 
 
 class RehearsedBoundaries:
@@ -109,7 +90,7 @@ class RehearsedBoundaries:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
         smallest = self._rule.smallest_bytes
         if not may_leave(tensor, tensor.device, smallest, FakeTensor) or not is_saved_by_checkpoint():
             # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
@@ -119,11 +100,10 @@ class RehearsedBoundaries:
         boundary = None if known is None else known()
         if boundary is None:
             boundary = self._save(tensor, key)
-        offset = int(tensor.storage_offset()) - key[2] // tensor.itemsize
-        return _Saved(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
+        return Saved.of(boundary, tensor)
 
     def _save(self, tensor: torch.Tensor, key: Key) -> _Boundary:
-        boundary = _Boundary(key[3] - key[2], key[2], tensor.detach())
+        boundary = _Boundary(key, key[3] - key[2], key[2], tensor.detach())
         self._known[key] = weakref.ref(boundary)
         self.saved_bytes += boundary.nbytes
         self.moved += [each.nbytes for each in self._unmoved.add(boundary, 1)]
@@ -132,5 +112,17 @@ class RehearsedBoundaries:
         return boundary
 
 
-def _unpack(packed: torch.Tensor | _Saved) -> torch.Tensor:
-    return packed.view() if isinstance(packed, _Saved) else packed
+def _unpack(packed: torch.Tensor | Saved[_Boundary]) -> torch.Tensor:
+    """Return the tensor for which `_pack` returned `packed`, after its boundary has come back if it had left.
+
+    It makes views alone, where `Saved.view` sets a storage, which the rehearsal would count as work of the model.
+    """
+    if not isinstance(packed, Saved):
+        return packed
+    boundary = packed.boundary
+    if boundary.tensor is None:
+        boundary.tensor, boundary.begin = torch.empty(boundary.nbytes, dtype=torch.uint8), 0
+    tensor, begin = boundary.tensor, boundary.begin
+    itemsize = tensor.itemsize
+    flat = tensor.as_strided((boundary.nbytes // itemsize,), (1,), begin // itemsize).view(packed.dtype)
+    return flat.as_strided(packed.size, packed.stride, begin // packed.dtype.itemsize + packed.offset)

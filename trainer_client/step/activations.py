@@ -168,7 +168,7 @@ class Activations:
 
     # These methods are called by torch.
 
-    def _pack(self, tensor: torch.Tensor) -> Kept | Saved:
+    def _pack(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
         """Return what torch keeps for a tensor that it saves."""
         if not may_leave(tensor, self._device, self._smallest_bytes) or not is_saved_by_checkpoint():
             # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
@@ -183,7 +183,7 @@ class Activations:
             boundary = self._save(tensor, key)
         return Saved.of(boundary, tensor)
 
-    def _unpack(self, packed: Kept | Saved) -> torch.Tensor:
+    def _unpack(self, packed: Kept | Saved[Boundary]) -> torch.Tensor:
         """Return the tensor for which `_pack` returned `packed`."""
         if isinstance(packed, Kept):
             return packed.unpack()

@@ -51,18 +51,28 @@ class Kept:
         return self.tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor as a view of the bytes of a boundary."""
+class AnyBoundary(Protocol):
+    """A boundary of a real or of a rehearsed step; see `Boundary`."""
 
-    boundary: Boundary
+    key: Key
+    nbytes: int
+
+
+BoundaryT = TypeVar("BoundaryT", bound=AnyBoundary)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Generic[BoundaryT]):
+    """A tensor as a view of the bytes of a boundary; `offset` counts elements from the boundary's first byte."""
+
+    boundary: BoundaryT
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, boundary: Boundary, tensor: torch.Tensor) -> Saved:
+    def of(cls, boundary: BoundaryT, tensor: torch.Tensor) -> Saved[BoundaryT]:
         """Return a tensor whose bytes are among those of the boundary."""
         offset = int(tensor.storage_offset()) - boundary.key[2] // tensor.itemsize
         return cls(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
@@ -124,24 +134,15 @@ class Boundary:
         return given_back
 
 
-class Sized(Protocol):
-    """A boundary, of which only the size counts."""
-
-    nbytes: int
-
-
-SizedT = TypeVar("SizedT", bound=Sized)
-
-
-class Newest(Generic[SizedT]):
+class Newest(Generic[BoundaryT]):
     """The newest boundaries, which have not left the device yet."""
 
     def __init__(self, kept_bytes: int) -> None:
         """Keep as many of them as have `kept_bytes` together, at least."""
         self._kept_bytes = kept_bytes
-        self._references: deque[weakref.ref[SizedT]] = deque()
+        self._references: deque[weakref.ref[BoundaryT]] = deque()
 
-    def add(self, boundary: SizedT, most: int) -> list[SizedT]:
+    def add(self, boundary: BoundaryT, most: int) -> list[BoundaryT]:
         """Add the newest boundary, and return those that are to leave the device, oldest first.
 
         Args:
