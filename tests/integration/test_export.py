@@ -544,15 +544,10 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
     with Daemon(tmp_path / "state") as daemon:
         arguments = ["export", "--address", daemon.address, "--job", JOB, str(tmp_path / "exports" / "gpt2")]
         daemon.process.send_signal(signal.SIGSTOP)
-        # A process of its own: one that was forked from a server that has imported gRPC did not always end here.
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen([sys.executable, "-m", "paramserver", *arguments], stdout=log, stderr=log)
+        process = Forked("paramserver.cli", arguments, environment=os.environ, log=tmp_path / "log")
         wait_until(lambda: list(tmp_path.glob("exports/.gpt2.*.partial")))
         process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(60) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
+        assert process.wait(60) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
     assert list((tmp_path / "exports").iterdir()) == []
 
 

@@ -34,6 +34,9 @@ Timeout = float | timedelta | None
 
 T = TypeVar("T")
 
+# The most time that the end of a connection takes.
+_CLOSE_SECONDS = 5.0
+
 
 class CallCancelledError(Exception):
     """The call was cancelled, so its result is not wanted any more. This error never reaches a user."""
@@ -342,7 +345,10 @@ class Connection:
             self._closed = True
             if self._session is not None:
                 self._session.close()
-        self._channel.close()
+        # gRPC waits without end for a call that a signal handler's exception has interrupted while it was begun.
+        closing = threading.Thread(target=self._channel.close, name="close a channel", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
 
     def new_session(self, *, maps_memory: bool = True) -> StoreSession:
         """Open a further session, which the caller has to close. It can raise StoreError.
