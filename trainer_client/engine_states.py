@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -111,8 +112,9 @@ class EngineStates(EngineCore):
 
         All ranks must call this.
 
-        Return when the store holds the step for the export, which is after its commit. Then rank 0 writes on a thread
-        of its own, from the store, while training goes on: what is written is that step. `close` waits for it.
+        Return when the arguments are found to be right and the destination can be written. Rank 0 then writes on a
+        thread of its own, from the store, while training goes on. What is written is that step, because the next commit
+        waits until the store holds the step for the export. `close` waits for the export.
 
         Args:
             format: as for `trainer_client.exchange.export.export_step`, like all arguments.
@@ -120,30 +122,36 @@ class EngineStates(EngineCore):
             options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`.
 
         Returns:
-            The futures of the export on rank 0: `staged` with the number of the step, which is done, and `persisted`
-            with the result. None on the other ranks.
+            The futures of the export on rank 0: `staged` with the number of the step, and `persisted` with the result.
+            None on the other ranks. An error of the store is in these futures and in the log, and training goes on.
 
         Raises:
             ConfigError: an argument is malformed, or does not go with the format; on rank 0.
             ExportError: the destination exists or cannot be written; on rank 0.
-            StoreError: the store failed; on rank 0.
         """
         self._require_between_steps("an export")
-        self.wait_for_commit()
         stores = [address.decode() for address in self._collectives.gather_bytes(self._store.address.encode())]
         pending = None
         try:
             if self._collectives.rank == 0:
                 options.setdefault("credentials", self._store.credentials)
                 job, step = self._settings.paramserver.job, self._commits.newest
-                pending = begin_export(list(dict.fromkeys(stores)), job, step, destination, format=format, **options)
+                unique, committed = list(dict.fromkeys(stores)), self._commits.answered()
+                pending = begin_export(unique, job, step, destination, committed=committed, format=format, **options)
                 # The run's own daemon is stopped when the engine leaves, so the engine waits for the export.
                 self._resources.callback(wait, [pending.persisted])
-                pending.staged.result()
+                pending.accepted.result()
         finally:
-            # This call waits on every rank, so that no rank makes a further step before the store holds this one.
-            self._collectives.barrier("an export")
+            # If rank 0 raises an error, the other ranks do not know of it, so rank 0 meets them before the next commit,
+            # too.
+            self._commits.hold_next(partial(self._wait_until_staged, pending))
         return pending
+
+    def _wait_until_staged(self, pending: PendingExport | None) -> None:
+        """Wait on every rank until the store holds the step of an export, or the export has failed."""
+        if pending is not None:
+            wait([pending.staged])
+        self._collectives.barrier("an export")
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -376,11 +376,12 @@ def test_an_engine_exports_a_step_while_it_trains(trained: Trained, tmp_path: Pa
     (batch,) = micro_batches(1)
     with start(build_model(Run()), config_of(trained.address, "from the engine")) as engine:
         train(engine, [batch])
-        first = engine.export("safetensors", tmp_path / "first", dtype="fp32")
         expected = engine.full_state_dict()
+        first = engine.export("safetensors", tmp_path / "first", dtype="fp32")
+        train(engine, [batch])
         with pytest.raises(trainer_client.ExportError, match="exists"):
             engine.export("safetensors", trained.directory)
-        train(engine, [batch] * 4)
+        train(engine, [batch] * 3)
         last = engine.export("deepspeed-fp32", tmp_path / "last")
         newest = engine.full_state_dict()
     assert first is not None and last is not None
@@ -390,6 +391,10 @@ def test_an_engine_exports_a_step_while_it_trains(trained: Trained, tmp_path: Pa
     del expected["lm_head.weight"]
     assert differing(load_file(tmp_path / "first" / "model.safetensors"), expected) == []
     assert differing(torch.load(tmp_path / "last" / "pytorch_model.bin", weights_only=True), newest) == []
+
+
+def test_two_ranks_export_each_step_while_they_train(trained: Trained, tmp_path: Path) -> None:
+    run_ranks("tests.integration.support.exporting_ranks", 2, trained.address, tmp_path)
 
 
 # peft 0.21 gives this warning with transformers 5.23.

@@ -6,24 +6,29 @@ This module owns nothing beyond a call; `begin_export` owns its thread. It must 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 
-from trainer_client.errors import ConfigError
+from paramserver.contract.printable import printable
+from trainer_client.errors import ConfigError, ExportError
 from trainer_client.exchange.adapter_format import adapter_tensors, write_adapter
 from trainer_client.exchange.destination import Destination, WrittenFile, open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, OptimizerStates, StoredModel, open_model
 from trainer_client.exchange.torch_format import write_fp32
 from trainer_client.transport.credentials import Credentials
+
+log = logging.getLogger(__name__)
 
 Format = Literal["safetensors", "dcp", "deepspeed-fp32"]
 WeightDType = Literal["fp32", "bf16", "fp16"]
@@ -100,11 +105,13 @@ class PendingExport:
     """An export that runs on a thread of its own.
 
     Attributes:
+        accepted: done when the arguments are found to be right and the destination can be written.
         staged: done when the store holds the step for the export; its result is the step. From then on the export has
             exactly that step, whatever is committed or deleted. The store copies nothing for this.
         persisted: done when the export is complete.
     """
 
+    accepted: Future[None]
     staged: Future[int]
     persisted: Future[ExportResult]
 
@@ -125,6 +132,7 @@ def export_step(
     credentials: Credentials | None = None,
     kept: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_accepted: Callable[[], None] | None = None,
     on_staged: Callable[[int], None] | None = None,
 ) -> ExportResult:
     """Write a committed step of a job as files of another framework, and return a description of the files.
@@ -152,6 +160,8 @@ def export_step(
         credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
         kept: the name under which the stores keep the step; `step` is None then.
         on_progress: called after each piece that was read.
+        on_accepted: called when the arguments are found to be right and the destination can be written, before any
+            store is contacted. The export goes on when it returns.
         on_staged: called with the number of the step as soon as the store holds it for this export.
 
     Raises:
@@ -170,7 +180,11 @@ def export_step(
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     progress = _ProgressCount(on_progress)
     # The destination is entered first, so that an existing one is refused before any store is contacted.
-    with target, open_model(stores, job, step, shown, progress.add, kept=kept) as model:
+    with ExitStack() as held:
+        held.enter_context(target)
+        if on_accepted is not None:
+            on_accepted()
+        model = held.enter_context(open_model(stores, job, step, shown, progress.add, kept=kept))
         if on_staged is not None:
             on_staged(model.step)
         weights = model.weights(_dtype_of(format, dtype))
@@ -205,21 +219,35 @@ def begin_export(
     job: str,
     step: int | None,
     destination: str | os.PathLike[str],
+    *,
+    committed: Future[None] | None = None,
     **options: Unpack[ExportOptions],
 ) -> PendingExport:
-    """Begin an export on a thread of its own, and return the PendingExport with its futures.
+    """Begin an export on a thread of its own, and return the PendingExport with its futures. An error is logged, too.
 
-    The arguments are those of `export_step`.
+    The arguments are those of `export_step`, and `committed`: if it is given, the export asks the stores for the step
+    only when this future is done, and fails if it is cancelled.
     """
-    pending = PendingExport(Future(), Future())
+    pending = PendingExport(Future(), Future(), Future())
+
+    def accept() -> None:
+        pending.accepted.set_result(None)
+        if committed is not None:
+            try:
+                committed.result()
+            except CancelledError as error:
+                raise ExportError(f"step {step} of job {printable(job)!r} was abandoned before its commit") from error
 
     def run() -> None:
         try:
-            result = export_step(store, job, step, destination, on_staged=pending.staged.set_result, **options)
+            result = export_step(
+                *(store, job, step, destination), on_accepted=accept, on_staged=pending.staged.set_result, **options
+            )
         except BaseException as error:
-            if not pending.staged.done():
-                pending.staged.set_exception(error)
-            pending.persisted.set_exception(error)
+            log.error("export of job %r to %s: %s", printable(job), destination, error)
+            for future in (pending.accepted, pending.staged, pending.persisted):
+                if not future.done():
+                    future.set_exception(error)
         else:
             pending.persisted.set_result(result)
 

@@ -14,6 +14,7 @@ the store makes those commits durable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.errors import StoreError
@@ -76,6 +77,9 @@ class Commits:
         self._of_last_step: bytes | None = None
         # Whether a step was made that the newest commit does not have.
         self.is_behind = False
+        # The next commit begins after these calls. The futures are those of threads that wait for the newest commit.
+        self._holds: list[Callable[[], None]] = []
+        self._awaited: list[Future[None]] = []
 
     @property
     def next(self) -> int:
@@ -125,6 +129,8 @@ class Commits:
         """
         self.wait()
         self._meet()
+        while self._holds:
+            self._holds.pop(0)()
         settled = 0 if self.newest is None else self.newest
         later = [values for state in self._states if (values := state.flush(self.next)) is not None]
         copying = self._lanes.beside().copying if later else None
@@ -136,6 +142,29 @@ class Commits:
     def abandon(self) -> None:
         """Abandon the commit under way, because the session with the store is about to end."""
         self._pending = None
+        while self._awaited:
+            self._awaited.pop().cancel()
+
+    def hold_next(self, hold: Callable[[], None]) -> None:
+        """Have the next commit begin only after `hold` has returned.
+
+        The store may delete the newest commit as soon as the next one is made. A reader that is about to be opened at
+        the newest commit needs this.
+        """
+        self._holds.append(hold)
+
+    def answered(self) -> Future[None]:
+        """Return a future that is done when the store has answered the newest commit, and cancelled if it is abandoned.
+
+        Another thread may wait for it while this rank goes on. It does not say whether the commit has succeeded.
+        """
+        future = Future[None]()
+        if self._pending is None:
+            future.set_result(None)
+        else:
+            self._awaited = [waiting for waiting in self._awaited if not waiting.done()] + [future]
+            self._pending.when_answered(lambda: _finish(future))
+        return future
 
     def make_way(self) -> None:
         """Wait for the newest commit, if the store is given gradients of the next step before that step is made.
@@ -160,3 +189,9 @@ class Commits:
                 raise
             # `_pending` is cleared only now, because after an interrupted wait the next call waits for the same commit.
             self._pending = None
+
+
+def _finish(future: Future[None]) -> None:
+    """Complete a future, unless it was cancelled."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

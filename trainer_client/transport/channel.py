@@ -248,6 +248,10 @@ class Pending(Generic[T]):
         if release is not None:
             self.on_response(release)
 
+    def when_answered(self, act: Callable[[], None]) -> None:
+        """Call `act` as soon as `wait` would return or raise at once, on any thread; now if it would already."""
+        self._future.add_done_callback(lambda _: act())
+
     def _wait(self) -> T:
         began, computed = time.monotonic(), time.thread_time()
         try:

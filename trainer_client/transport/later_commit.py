@@ -55,6 +55,15 @@ class LaterCommit(Pending[None]):
     def is_answered(self) -> bool:
         return self._voted.done() and (self._voted.exception() is not None or self._voted.result().is_answered)
 
+    def when_answered(self, act: Callable[[], None]) -> None:
+        def act_on_answer(voted: Future[Pending[None]]) -> None:
+            if voted.cancelled() or voted.exception() is not None:
+                act()
+            else:
+                voted.result().when_answered(act)
+
+        self._voted.add_done_callback(act_on_answer)
+
     def wait_until_voted(self) -> Pending[None]:
         """Wait until this rank has voted, and return the future of the commit. It can raise StoreError."""
         try:

@@ -110,6 +110,9 @@ class PendingCommit(Pending[None]):
     def is_answered(self) -> bool:
         return bool(self._vote.call.done())
 
+    def when_answered(self, act: Callable[[], None]) -> None:
+        self._vote.call.add_done_callback(lambda _: act())
+
     def wait(self) -> None:
         """Wait until the store has committed the step. It can raise StoreError."""
         with self._attachments.changed:
