@@ -296,8 +296,8 @@ def rehearse(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the model's forward and backward cannot be run without values ({type(error).__name__}: {error}); "
-                "give --activations and --compute-seconds"
+                f"the model's forward and backward cannot be run without values ({type(error).__name__}: {error}): "
+                "give other arguments of forward by --inputs, or leave out what depends on values"
             ) from error
         del loss
     return Rehearsal(
