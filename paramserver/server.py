@@ -17,7 +17,13 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
+from prometheus_client import (
+    GC_COLLECTOR,
+    PLATFORM_COLLECTOR,
+    PROCESS_COLLECTOR,
+    CollectorRegistry,
+    disable_created_metrics,
+)
 
 from paramserver import __version__
 from paramserver.config import DaemonConfig
@@ -395,6 +401,8 @@ def _serve_metrics(
     """
     if config.metrics_listen is None:
         return None
+    # The time at which each series was made is of no use here, and would be a twelfth of the text of each scrape.
+    disable_created_metrics()
     registry = CollectorRegistry()
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)

@@ -1,5 +1,8 @@
 """What it costs a run that its daemon is watched: metrics read each second, and the figures of the web page every two.
 
+With `--scrape-seconds 15` the metrics are read as often as the configuration in deploy/prometheus has them read. Then
+stretches have to be longer, such as `--steps 30`.
+
 One rank trains two models in turns, stretch by stretch: one at a daemon without an endpoint, one at a daemon whose
 endpoint another process reads. The result is the median of the ratios of the pairs, and the processor seconds of each
 daemon for a second of training. `python -m benchmarks.training.observing` prints it; OMP_NUM_THREADS=1 leaves the other
@@ -23,16 +26,17 @@ from benchmarks.common.store_daemon import StoreDaemon, started
 from benchmarks.training.stretches import StretchedRun, blocks_of, run_benchmark
 from trainer_client.plan.probe import free_port
 
-# Reads the metrics each second and the page's figures every other second, until its input ends.
+# Reads the metrics at an interval, which is a whole number of seconds, and the page's figures every other second, until
+# its input ends.
 READER = """
 import select, sys, urllib.request
-address, reads = sys.argv[1], 0
+address, interval, seconds = sys.argv[1], int(sys.argv[2]), 0
 while not select.select([sys.stdin], [], [], 1.0)[0]:
-    urllib.request.urlopen(f"http://{address}/metrics").read()
-    if reads % 2 == 0:
+    if seconds % interval == 0:
+        urllib.request.urlopen(f"http://{address}/metrics").read()
+    if seconds % 2 == 0:
         urllib.request.urlopen(f"http://{address}/data.json?since=0").read()
-    reads += 1
-print(reads)
+    seconds += 1
 """
 
 
@@ -65,10 +69,10 @@ class Side(StretchedRun):
 
 
 @contextmanager
-def read_all_the_time(address: str) -> Iterator[None]:
+def read_all_the_time(address: str, scrape_seconds: int) -> Iterator[None]:
     """Have another process read the endpoint within the context. Raise CalledProcessError if a read fails."""
     with subprocess.Popen(
-        [sys.executable, "-c", READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", READER, address, str(scrape_seconds)], stdin=subprocess.PIPE
     ) as reader:
         yield
         reader.communicate()
@@ -90,7 +94,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Mapping[str, Any]
         with silent.engine, watched.engine:
             for pair in range(arguments.pairs + 1):
                 silent.train(arguments.steps, counts=pair > 0)
-                with read_all_the_time(endpoint):
+                with read_all_the_time(endpoint, arguments.scrape_seconds):
                     watched.train(arguments.steps, counts=pair > 0)
     ratios = [other / one for one, other in zip(silent.seconds, watched.seconds, strict=True)]
     return {
@@ -104,5 +108,9 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Mapping[str, Any]
     }
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scrape-seconds", type=int, default=1, help="whole seconds from one reading to the next")
+
+
 if __name__ == "__main__":
-    run_benchmark(__doc__, measure, pairs=9)
+    run_benchmark(__doc__, measure, pairs=9, add_options=_add_options)

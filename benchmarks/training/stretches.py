@@ -58,15 +58,23 @@ class StretchedRun:
 
 
 def run_benchmark(
-    description: str | None, measure: Callable[[argparse.Namespace, Path], Mapping[str, Any]], *, pairs: int
+    description: str | None,
+    measure: Callable[[argparse.Namespace, Path], Mapping[str, Any]],
+    *,
+    pairs: int,
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None,
 ) -> None:
-    """Measure, and print one line of JSON: what `measure` returns, given a directory, and where it was measured."""
+    """Measure, and print one line of JSON: what `measure` returns, given a directory, and where it was measured.
+
+    The command has the options of all such benchmarks, and those that `add_options` adds.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--width", type=int, default=1024, help="width of the model's layers")
     parser.add_argument("--layers", type=int, default=12, help="their number")
     parser.add_argument("--batch", type=int, default=512, help="samples in a step")
     parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
     parser.add_argument("--pairs", type=int, default=pairs, help="rounds of stretches after the one that warms up")
+    add_options(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         machine = describe(Path(directory))
