@@ -322,15 +322,19 @@ ROWS = 2048
 BOUNDARY = ROWS * 64 * 4
 
 
-def test_boundaries_in_the_store_leave_the_device_as_much_memory_as_a_plan_says(configs: Configs) -> None:
+@pytest.mark.parametrize("schedule", ["nothing late", "copies late"])
+def test_boundaries_in_the_store_leave_the_device_as_much_memory_as_a_plan_says(
+    configs: Configs, schedule: str
+) -> None:
     planned, measured = [], []
     for offload in (True, False):
         section = {"activations": {"offload": offload, "smallest": BOUNDARY}}
         raw = configs(paramserver=section, optimizer={"type": "AdamW"}, gradient_clipping=0.0)
         rule = OffloadRule.of(load_config(raw, {}))
         found = rehearse(Tower, lambda _: {"tokens": torch.zeros(ROWS, 64)}, None, rule)
-        planned.append(found.peak_bytes_without_gradients() + 2 * max(found.boundaries, default=0))
+        planned.append(found.peak_bytes_without_gradients() + 3 * max(found.boundaries, default=0))
         lag.reset()
+        lag.SCHEDULES[schedule].use()
         with registered_arena():
             engine, *_ = trainer_client.initialize(model=Tower().to("lag"), config=raw)
             with engine:
@@ -341,6 +345,6 @@ def test_boundaries_in_the_store_leave_the_device_as_much_memory_as_a_plan_says(
                     lag.synchronize()
                     peak = lag.memory_counters().peak_bytes
         measured.append(peak)
-    # No copy is late, so the plan's two boundaries on their way need not be there, and one of the two that stay.
+    # If no copy is late, the plan's three boundaries on their way need not be there, and one of the two that stay.
     assert planned[1] - planned[0] >= 4 * BOUNDARY
-    assert 0 <= (measured[1] - measured[0]) - (planned[1] - planned[0]) <= 3 * BOUNDARY
+    assert 0 <= (measured[1] - measured[0]) - (planned[1] - planned[0]) <= 4 * BOUNDARY

@@ -19,7 +19,7 @@ from trainer_client.plan.layout import Layout
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
 from trainer_client.step.gradients import ReductionSchedule
-from trainer_client.step.recall_depth import MOST_STAYING
+from trainer_client.step.recall_depth import MOST_LEAVING, MOST_STAYING
 
 MIB = 1 << 20
 # The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that the README states; a
@@ -152,9 +152,9 @@ def plan_memory(
         ),
         Line(
             what="boundaries on their way",
-            nbytes=0 if device == "cpu" else 2 * max(rehearsal.boundaries, default=0),
+            nbytes=0 if device == "cpu" else (MOST_LEAVING + 1) * max(rehearsal.boundaries, default=0),
             is_exact=False,
-            why="one that leaves for the store, and one that is back before backward needs it",
+            why=f"{MOST_LEAVING} that leave for the store, and the memory for one that is back before it is needed",
         ),
         Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
         _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),

@@ -54,7 +54,7 @@ from trainer_client.step.boundary import (
     key_of,
     may_leave,
 )
-from trainer_client.step.recall_depth import RecallDepth
+from trainer_client.step.recall_depth import MOST_LEAVING, RecallDepth
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
@@ -247,7 +247,7 @@ class Activations:
         self._parking.append(boundary.lease)
 
     def _lease(self, nbytes: int) -> LeasedBytes | None:
-        """Return memory of the store; None if it has none."""
+        """Return memory of the store for a boundary that may leave now; None if the store has none."""
         if self._refused_bytes is not None and nbytes >= self._refused_bytes:
             return None
         began = time.monotonic()
@@ -259,6 +259,7 @@ class Activations:
             else:
                 requested[1].release_when_granted()
         try:
+            self._make_way()
             while True:
                 try:
                     return (pending or self._store.activations.acquire(nbytes)).wait()
@@ -275,6 +276,13 @@ class Activations:
             ended = time.monotonic()
             self._sums.out_seconds += ended - began
             self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
+
+    def _make_way(self) -> None:
+        """Wait until one more boundary may leave, because each one takes memory of the device until it has left."""
+        while len(self._leaving) >= MOST_LEAVING:
+            boundary = self._leaving.popleft()()
+            if boundary is not None and boundary.leaving is not None:
+                boundary.leaving.wait()
 
     def _finish_parking(self) -> bool:
         """Wait until all that was sent is parked; return whether there was anything to wait for."""

@@ -11,6 +11,8 @@ from trainer_client.step.window import Window
 
 # The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
 MOST_STAYING = 2
+# The most boundaries that are on their way to the store at a time. With two of them, the link has always work.
+MOST_LEAVING = 2
 _MOST_AHEAD = 8
 
 
