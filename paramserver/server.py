@@ -402,7 +402,7 @@ def _serve_metrics(
     if config.metrics_listen is None:
         return None
     # The time at which each series was made is of no use here, and would be a twelfth of the text of each scrape.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # the library declares no types for it
     registry = CollectorRegistry()
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
