@@ -332,6 +332,12 @@ def _reducing_in_fp32(address: str, job: str) -> Run:
     return replace(run, config=run.config | {"communication_data_type": "fp32"})
 
 
+def _moving_boundaries(address: str, job: str) -> Run:
+    section = {"activations": {"offload": True, "smallest": 1024}}
+    config = config_of(address, job, "nvme", **section)
+    return Run(layers=6, steps=2, checkpointing="non-reentrant", config=config)
+
+
 def _at(training: str, place: str, world_size: int) -> Callable[[str, str], Run]:
     return lambda address, job: run_of(training, place, world_size, address, job)
 
@@ -349,6 +355,7 @@ ALONE: Mapping[str, Program] = {
     "a backward fails": _train(_on("nvme"), _backward_fails, schedules=_VERY_LATE),
     # Sums that come back to the device give up their lease.
     "gradients are parked": _park_gradients(_gradients_dropped, schedules=_VERY_LATE),
+    "boundaries": _train(_moving_boundaries, schedules=("all late", "compute late", *_VERY_LATE)),
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),
