@@ -90,6 +90,13 @@ def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs
     assert_same_states(committed(run), right)
 
 
+def test_a_first_micro_batch_asks_for_gradients_after_the_vote_for_the_last_step(runs: Runs) -> None:
+    """The vote ends the leases of the last step's gradients, of which a rank may hold one each."""
+    # Without clipping by norm, updates begin in the backward pass, and keep the lease until the vote.
+    run, other = (replace(runs("zero-3 + fractions"), accumulation=2, clipping=0.0) for _ in range(2))
+    assert_bit_equal(train(run, LATE), train(other, "nothing late"))
+
+
 @pytest.mark.parametrize("place", ["ddp", "zero-2"])
 def test_parameters_that_the_script_changes_meanwhile_are_committed_as_the_step_left_them(
     place: str, runs: Runs

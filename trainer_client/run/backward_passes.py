@@ -139,10 +139,10 @@ class BackwardPasses:
 
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
         is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
-        if is_last and reduces:
-            # The forward has waited until the store had made the last step. Only a step whose values are still being
-            # copied from the device is not made yet.
-            self._commits.make_way()
+        # The first pass of a step asks for the memory of its gradients, of which the store gives a rank one lease each,
+        # and the commit of the last step ends those of that step. The forward has waited for most of that commit,
+        # unless its values are still being copied from the device.
+        self._commits.make_way()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         return BackwardPlan(
             step=self._commits.next, reduces=reduces, is_last=is_last and reduces, gradient_factor=gradient_factor

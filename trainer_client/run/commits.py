@@ -169,7 +169,8 @@ class Commits:
     def make_way(self) -> None:
         """Wait for the newest commit, if the store is given gradients of the next step before that step is made.
 
-        The store prepares one step at a time. It can raise StoreError.
+        The store prepares one step at a time, and a commit ends the leases on the gradients of its step. It can raise
+        StoreError.
         """
         if self._prepares_steps:
             self.wait()
