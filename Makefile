@@ -43,11 +43,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(BIN)/python -m pip check
 	@touch $@
 
-# The number of tests that run at the same time. Two keep two cores busy, although most tests wait for a process that
-# they started.
-TESTS_AT_A_TIME ?= 3
+# The number of tests that run at the same time. Two keep two cores busy: three took the same time.
+TESTS_AT_A_TIME ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
-test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=3)
+test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
 	$(PYTEST)
 
 suite: venv ## Run the tests alone
