@@ -139,10 +139,7 @@ class BackwardPasses:
 
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
         is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
-        # The first pass of a step asks for the memory of its gradients, of which the store gives a rank one lease each,
-        # and the commit of the last step ends those of that step. The forward has waited for most of that commit,
-        # unless its values are still being copied from the device.
-        self._commits.make_way()
+        self._commits.make_way(for_updates=is_last and reduces)
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         return BackwardPlan(
             step=self._commits.next, reduces=reduces, is_last=is_last and reduces, gradient_factor=gradient_factor

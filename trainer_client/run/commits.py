@@ -66,6 +66,8 @@ class Commits:
         # Whether the store is given gradients in a backward pass, with which it prepares the next step.
         self._prepares_steps = any(state.gives_gradients for state in states)
         self._pending: Pending[None] | None = None
+        # Whether the vote for the newest commit is given while the trainer goes on.
+        self._votes_later = False
         # The number of steps from one commit to the next; 0 if steps are not committed.
         self._interval = 1
         if not any(state.is_in_store for state in states):
@@ -133,6 +135,7 @@ class Commits:
             self._holds.pop(0)()
         settled = 0 if self.newest is None else self.newest
         later = [values for state in self._states if (values := state.flush(self.next)) is not None]
+        self._votes_later = bool(later)
         copying = self._lanes.beside().copying if later else None
         self._pending = self._store.commit(self.next, client_state, settled, later, copying)
         self.newest, self._handed_over = self.next, None
@@ -166,13 +169,20 @@ class Commits:
             self._pending.when_answered(lambda: _finish(future))
         return future
 
-    def make_way(self) -> None:
-        """Wait for the newest commit, if the store is given gradients of the next step before that step is made.
+    def make_way(self, *, for_updates: bool) -> None:
+        """Wait for the newest commit, if a backward pass of the next step must not begin before it is made.
 
-        The store prepares one step at a time, and a commit ends the leases on the gradients of its step. It can raise
-        StoreError.
+        The store prepares one step at a time, so updates wait for it. Every pass asks for the memory of gradients, of
+        which the store gives a rank one lease each, and the vote for a step ends those of that step. If the vote comes
+        later, it might come after the pass has asked; otherwise it was given before the forward.
+
+        Args:
+            for_updates: whether the store may be given gradients for updates in the pass.
+
+        Raises:
+            StoreError: the commit has failed.
         """
-        if self._prepares_steps:
+        if self._prepares_steps and (for_updates or self._votes_later):
             self.wait()
 
     def wait(self) -> None:
