@@ -19,7 +19,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -300,6 +300,8 @@ class Sessions:
             self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
+        await self._until_lost_run_ends(spec.name, run_id)
+        self.get(session.session_id)
         run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
         session.run, session.rank = run, rank
         try:
@@ -327,6 +329,17 @@ class Sessions:
         self._end_lost_copies(job, run_id, "another copy into its job was begun")
         await self._until_cleaned_up()
         return self._runs.begin_copy(job, run_id, origin)
+
+    async def _until_lost_run_ends(self, job: str, run_id: str) -> None:
+        """Wait while another run holds a job and each of its ranks has lost its stream, at most for their grace time.
+
+        So a run that is started right after the end of another one, as launchers do, is not refused because of it.
+        """
+        while others := [other for other in self.of_job(job) if other.run is not None and other.run.run_id != run_id]:
+            if any(other.state is not SessionState.DETACHED for other in others):
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(others[0].ended.wait(), self.limits.grace_seconds)
 
     def _end_lost_copies(self, job: str, run_id: str, reason: str) -> bool:
         """End the sessions of another run, a copy, whose client is lost; return whether there were any.

@@ -144,7 +144,8 @@ def test_a_silent_client_is_void_and_its_leases_are_free(clients: Clients, daemo
     assert rank.resume() == 0
 
 
-def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemon: Daemon, job: str) -> None:
+def kill_a_rank_with_leases(daemon: Daemon, job: str) -> None:
+    """Start a rank in a process of its own, kill it once it has leases, and return when the process has ended."""
     program = (
         "import time; from tests.integration.support.store_client import Rank;"
         "from tests.unit.storage.builders import Layout;"
@@ -159,6 +160,19 @@ def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemo
         assert process.stdout.readline() == "ready\n"
         assert tiers(daemon.address)[0].leased_bytes > 0
         os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_run_that_is_started_right_after_a_crash_is_not_refused(clients: Clients, daemon: Daemon, job: str) -> None:
+    """The session of the killed rank holds the job for its grace time, so the next run's call waits for its end."""
+    kill_a_rank_with_leases(daemon, job)
+    rank = clients.rank(Layout(name=job), run_id="second")
+    assert rank.resume() == 0
+    rank.train(1, 1)
+    rank.assert_at(1)
+
+
+def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemon: Daemon, job: str) -> None:
+    kill_a_rank_with_leases(daemon, job)
     # The leases are void because the connection ended, well before a heartbeat could be missed.
     wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0, seconds=HEARTBEAT_TIMEOUT_SECONDS * 0.75)
     rank = clients.rank(Layout(name=job), run_id="second")
