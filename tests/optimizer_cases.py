@@ -92,7 +92,7 @@ CASES = {
         states={Kind.EXP_AVG: "exp_avg"},
     ),
     "adagrad": Case(
-        reference=lambda p: Adagrad(p, fused=True, **ADAGRAD),
+        reference=lambda p: Adagrad(p, fused=None if p[0].is_cuda else True, **ADAGRAD),
         row=lambda n: Row(adagrad=pb.Adagrad(**ADAGRAD, update_count=n)),
         states={Kind.SUM: "sum"},
     ),

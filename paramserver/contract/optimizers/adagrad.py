@@ -1,8 +1,9 @@
-"""The Adagrad optimizer (Duchi et al., JMLR 12, 2011), by torch's fused kernel."""
+"""The Adagrad optimizer (Duchi et al., JMLR 12, 2011), by torch's fused kernel where torch has one."""
 
 from __future__ import annotations
 
 import torch
+from torch.optim.adagrad import adagrad
 
 from paramserver.contract.optimizers.optimizer import Optimizer, States, Tensors, count, is_count, is_not_negative
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -13,6 +14,21 @@ def _rule(values: pb.Adagrad, weights: Tensors, gradients: Tensors, states: Stat
     if values.update_count == 1:
         for tensor in squares:
             tensor.fill_(values.initial_accumulator_value)
+    if weights[0].is_cuda:
+        # There is no fused kernel for CUDA. This function adds 1 to each count that it gets, and the kernel does not.
+        adagrad(
+            [*weights],
+            [*gradients],
+            [*squares],
+            [count(values.update_count - 1, torch.device("cpu")) for _ in weights],
+            foreach=True,
+            lr=values.lr,
+            lr_decay=values.lr_decay,
+            weight_decay=values.weight_decay,
+            eps=values.eps,
+            maximize=False,
+        )
+        return
     torch._fused_adagrad_(
         weights,
         gradients,
