@@ -54,6 +54,8 @@ _LOG_TAIL_LINES = 12
 
 # The daemon computes on the CPU. It must never have a context on a GPU, because an error there would end the store.
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+# With this variable torch looks for a GPU at each operation.
+_NOT_FOR_DAEMONS = {"TORCH_CUDA_SANITIZER"}
 
 
 def local_address(state_dir: Path) -> str:
@@ -201,7 +203,7 @@ class LocalDaemon:
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,
-                env=os.environ | _WITHOUT_GPUS,
+                env={name: value for name, value in os.environ.items() if name not in _NOT_FOR_DAEMONS} | _WITHOUT_GPUS,
             )
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:
