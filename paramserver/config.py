@@ -21,6 +21,7 @@ from paramserver.contract.address import (
     socket_path,
 )
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
+from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
 from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
@@ -180,7 +181,13 @@ class DaemonConfig(BaseModel):
     log_format: Literal["console", "json"] = "console"
     io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")
     io_write_threads: int = Field(default=2, ge=1, le=64, description="threads that write to nvme")
-    optimizer_threads: int = Field(default=1, ge=1, le=64, description="threads that run optimizer kernels")
+    optimizer_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="threads that run optimizer kernels; default: half of the processors that the daemon may use, at "
+        f"most {MOST_BY_DEFAULT}",
+    )
     worker_nice: int = Field(
         default=0, ge=0, le=19, description="niceness of these threads: how far they yield to whoever computes"
     )

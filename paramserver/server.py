@@ -29,6 +29,7 @@ from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
+from paramserver.contract.optimizer_threads import by_default
 from paramserver.contract.otlp import OtlpError, SpanSender
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
@@ -159,7 +160,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
             device_timeout_seconds=config.device_timeout_seconds,
             io_read_threads=config.io_read_threads,
             io_write_threads=config.io_write_threads,
-            optimizer_threads=config.optimizer_threads,
+            optimizer_threads=config.optimizer_threads or by_default(len(os.sched_getaffinity(0))),
             worker_nice=config.worker_nice,
             admission_timeout_seconds=config.admission_timeout_seconds,
             arena_slots=config.max_sessions,

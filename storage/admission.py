@@ -142,6 +142,10 @@ class Admission:
         """
         return self._last_need().room_for_parked(self._host.budget_bytes, self._fixed_bytes, prefetch_bytes)
 
+    def room_beside_steps(self) -> int:
+        """Return the bytes of the arena that no step needs, even if all of its gradients are in host memory."""
+        return self._host.budget_bytes - self._fixed_bytes - self._last_need().total_without_spilling
+
     def forget_need(self) -> None:
         """Have the need of all jobs computed anew; see `_last_need`."""
         self._known_need = None

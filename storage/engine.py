@@ -41,6 +41,7 @@ from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
 from storage.scratch import ScratchRanges
 from storage.scrub import Scrubber
+from storage.shadows import Shadows
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey
 from storage.slab import NEVER, HostCopy, Slab
 from storage.threads import begin_work
@@ -50,7 +51,7 @@ from storage.tiers.gpu import GpuTier
 from storage.tiers.lender import Lender
 from storage.tiers.lent import LentMemory
 from storage.tracing import Tracer
-from storage.transform import Kernel, TilePool, Transformer
+from storage.transform import TILE_SETS, Kernel, TilePool, Transformer
 from storage.upkeep import HeldStep, Upkeep, versions_on
 from storage.versions import Job
 
@@ -122,14 +123,19 @@ class Engine:
             config.units_of_a_rank_alone,
             config.gradients_of_a_rank,
         )
+        workers = min(config.optimizer_threads, TILE_SETS)
         self._compute = ThreadPoolExecutor(
-            config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
+            workers,
+            "optimizer",
+            initializer=_begin_to_compute,
+            initargs=(config.worker_nice, config.optimizer_threads // workers),
         )
         transformer = Transformer(self.host, self.backing, self.host_cache, self.gradients, tiles, self._compute)
         copies = CopyWrites(self.host, self.backing, self.host_cache)
         self._committer = Committer(self.backing, self.host_cache, copies, tracer, catalog, catalog_thread.run)
+        self.shadows = Shadows(self.host, self.scratch, self._job_registry.admission.room_beside_steps)
         self._pending_steps = PendingSteps(
-            self.host, self.backing, self.host_cache, tracer, transformer, self._committer
+            self.host, self.backing, self.host_cache, tracer, transformer, self.shadows, self._committer
         )
         self._kept_steps = KeptSteps(
             jobs, self._job_registry, self.backing, self._committer, catalog, catalog_thread.run
@@ -800,22 +806,25 @@ class Engine:
         *,
         position: float = NEVER,
         keeps_gradient: bool = False,
+        aside: bool = False,
     ) -> asyncio.Task[None]:
         """Start the update of a group to version `step`, and return its task. `commit` reports a failed update.
 
         The gradient is freed when the update is done, and may be parked or spilled meanwhile. If a slab of the group is
-        in host memory only, the update waits until `commit` is called: before that the step can still be abandoned, and
-        the update would overwrite the only bytes of the last committed step.
+        in host memory only, the update waits until `commit` is called, or goes `aside`: before that the step can still
+        be abandoned, and the update would overwrite the only bytes of the last committed step.
 
         Args:
             position: the trace position of the group. Among the updates that wait, the one with the lowest position
                 runs next.
             keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
+            aside: an update of bytes in host memory need not wait for the commit where there is room for its result,
+                see shadows.py. It takes one and a half times the processor time then.
 
         Raises:
             ConflictError: see `check_update`.
         """
-        update = self._pending_steps.update(job, step, group, gradient, kernel, position)
+        update = self._pending_steps.update(job, step, group, gradient, kernel, position, aside=aside)
         if not keeps_gradient:
             self.free_gradient(gradient, update)
         return update
@@ -902,6 +911,7 @@ async def _outcome(write: asyncio.Task[None]) -> None:
     write.result()
 
 
-def _begin_to_compute(nice: int) -> None:
+def _begin_to_compute(nice: int, threads: int) -> None:
+    """Prepare a thread that works on tiles, each of them with so many threads of torch, itself included."""
     begin_work(nice)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)

@@ -17,6 +17,7 @@ from storage.commit import Committer
 from storage.errors import ConflictError, StepAbortedError
 from storage.gradients import Gradient
 from storage.host_cache import HostCache
+from storage.shadows import Shadows
 from storage.shard import Kind
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
@@ -24,7 +25,7 @@ from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.host import HostTier
 from storage.tracing import Activity, Tracer
-from storage.transform import Kernel, Transformer
+from storage.transform import Kernel, Transformer, Work
 from storage.versions import Job, PendingStep
 from storage.waiting import unlogged
 
@@ -39,6 +40,7 @@ class PendingSteps:
         host_cache: HostCache,
         tracer: Tracer,
         transformer: Transformer,
+        shadows: Shadows,
         committer: Committer,
     ) -> None:
         self._host = host
@@ -46,6 +48,7 @@ class PendingSteps:
         self._host_cache = host_cache
         self._tracer = tracer
         self._transformer = transformer
+        self._shadows = shadows
         self._committer = committer
 
     def check_update(self, job: Job, step: int, group: str) -> None:
@@ -57,13 +60,14 @@ class PendingSteps:
             raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
 
     def update(
-        self, job: Job, step: int, group: str, gradient: Gradient, kernel: Kernel, position: float
+        self, job: Job, step: int, group: str, gradient: Gradient, kernel: Kernel, position: float, *, aside: bool
     ) -> asyncio.Task[None]:
         """Start the update of a group, and return its task. The task uses the gradient until it is done."""
         self.check_update(job, step, group)
         slabs = job.group(group).slabs
         gradient.waits_for_seal = not all(slab.backed for slab in slabs)
-        update = self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel, position))
+        updating = self._update(job, job.group(group), step, gradient, kernel, position, aside=aside)
+        update = self._begin(job, step, slabs, updating)
         gradient.update = update
         return update
 
@@ -137,28 +141,63 @@ class PendingSteps:
         self._host_cache.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
     async def _update(
-        self, job: Job, group: Group, step: int, gradient: Gradient, kernel: Kernel, position: float
+        self, job: Job, group: Group, step: int, gradient: Gradient, kernel: Kernel, position: float, *, aside: bool
     ) -> None:
         pending = job.pending
         assert pending is not None
-        if gradient.waits_for_seal:
-            # Wait for the seal before the only bytes of the last committed step are overwritten, because until then the
-            # step can be abandoned.
-            await pending.sealed.wait()
-            gradient.waits_for_seal = False
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
         tracer, key = self._tracer, group.slabs[0].key
         label = f"{key.job}/{key.group}/step {step}"
+        work = Work(
+            group=group,
+            step=step,
+            reads=reads,
+            gradient=gradient,
+            kernel=tracer.traced(Activity.OPTIMIZER, label, kernel),
+            position=position,
+        )
+        if gradient.waits_for_seal:
+            if aside and await self._update_aside(pending, work, label):
+                return
+            # Wait for the seal before the only bytes of the last committed step are overwritten, because until then the
+            # step can be abandoned.
+            await pending.sealed.wait()
+            gradient.waits_for_seal = False
         with tracer.span(Activity.UPDATE, label):
-            await self._transformer.run(
-                group,
-                step,
-                reads=reads,
-                gradient=gradient,
-                kernel=tracer.traced(Activity.OPTIMIZER, label, kernel),
-                position=position,
-            )
+            await self._transformer.run(work)
+
+    async def _update_aside(self, pending: PendingStep, work: Work, label: str) -> bool:
+        """Update a group in shadows of its slabs before the seal, and make these the slabs' copies after it.
+
+        Returns:
+            False: there was no room for shadows, or they gave way. The update is still to be made.
+        """
+        if pending.sealed.is_set() or any(slab.backed for slab in work.group.slabs):
+            return False
+        with self._shadows.of(work.group) as shadow:
+            if shadow is None:
+                return False
+            work.gradient.waits_for_seal = False
+            with self._tracer.span(Activity.UPDATE, label):
+                await self._transformer.run_aside(work, shadow.copies)
+            # The gradient is read once more only if the shadows give way.
+            work.gradient.waits_for_seal = True
+            self._shadows.written(shadow)
+            await _first_of(pending.sealed, shadow.given_up)
+            if shadow.given_up.is_set():
+                return False
+            for slab in work.group.slabs:
+                await slab.unclaimed()
+            if shadow.given_up.is_set():
+                return False
+            work.gradient.waits_for_seal = False
+            for slab, copy in self._shadows.adopt(shadow).items():
+                copy.step = slab.latest = work.step
+                # Readers that have pinned the former copy keep it.
+                self._host_cache.free_copy(slab)
+                self._host_cache.adopt(slab, copy)
+            return True
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Seal the step and finish it; return whether it is durable already."""
@@ -218,6 +257,16 @@ class PendingSteps:
         if job.pending is pending:
             job.pending = None
             self._committer.abandon_pending(job)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:

@@ -49,6 +49,11 @@ class ScratchRanges:
         range_ = self._host.try_allocate(nbytes, None, from_top=True)
         return None if range_ is None else self._charge(job, range_)
 
+    def allocate_free(self, nbytes: int) -> ArenaRange | None:
+        """Return a range of free room that is charged to no job, without waiting and without evicting any copy."""
+        range_ = self._host.allocate_free(nbytes)
+        return None if range_ is None else self._charge("", range_)
+
     def _charge(self, job: str, range_: ArenaRange) -> ArenaRange:
         self._owners[range_] = job
         self._accounts[job] += range_.nbytes

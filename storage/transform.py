@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,8 +40,10 @@ from storage.waiting import finish_all
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 21
 # The most elements that a kernel gets at a time. The bytes of such a part of a tile are verified, updated and recorded
-# while they are in the processor's cache.
+# while they are in the processor's cache. Where nothing is verified or recorded, parts are larger, because threads wait
+# for the interpreter's lock at each of them.
 PART_ELEMENTS = 1 << 18
+PART_ELEMENTS_IN_MEMORY = 1 << 20
 # The master weight and the optimizer states are fp32, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 # One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
@@ -60,7 +62,7 @@ class Tile:
 
     Attributes:
         start: the first element in the group.
-        numel: the number of elements, at most PART_ELEMENTS.
+        numel: the number of elements, at most PART_ELEMENTS_IN_MEMORY.
         tensors: the parameter, master weight and states of these elements.
         gradient: the gradient of these elements, in its own dtype.
         scratch: `numel` fp32 elements with undefined contents.
@@ -90,6 +92,25 @@ def _cut_buffers(host_budget: int) -> tuple[int, int]:
     return sets, quanta // sets * TILE_QUANTUM
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a kernel is to do to a group.
+
+    Attributes:
+        step: the version that each slab gets.
+        reads: the kinds whose old bytes the kernel needs.
+        position: the trace position at which the group is needed next. A group with a lower one goes first, also
+            between two tiles of this one.
+    """
+
+    group: Group
+    step: int
+    reads: frozenset[Kind]
+    gradient: Gradient
+    kernel: Kernel
+    position: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Passage:
     """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
@@ -102,6 +123,8 @@ class _Passage:
     source: Region | None
     # The new extents that the result is written to; None for a slab without a backing tier.
     target: Region | None
+    # The copy of the old bytes, if the kernel works on another one.
+    before: HostCopy | None = None
     # True while the update waits for another one, so that the copy can be evicted.
     evictable: bool = False
 
@@ -127,10 +150,10 @@ class TilePool:
                 f"{2 * LEAST_TILE_BYTES}"
             )
         self._host = host
-        self._sets, self.elements = _cut_buffers(host.budget_bytes)
+        self.sets, self.elements = _cut_buffers(host.budget_bytes)
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
         self._taking_two = asyncio.Lock()
-        for _ in range(self._sets):
+        for _ in range(self.sets):
             range_ = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
             assert range_ is not None
             self._free.put_nowait(range_)
@@ -190,24 +213,11 @@ class Transformer:
         self._position_lock = PositionLock()
         self._scratch = _Scratch()
 
-    async def run(
-        self,
-        group: Group,
-        step: int,
-        *,
-        reads: frozenset[Kind],
-        gradient: Gradient,
-        kernel: Kernel,
-        position: float,
-    ) -> None:
-        """Give every slab of the group a new version `step`.
+    async def run(self, work: Work) -> None:
+        """Give every slab of the group a new version.
 
-        A group with a lower `position` goes first, also between two tiles of this one. On an error the slabs keep their
-        old versions, but a host copy that the kernel worked on loses its bytes, even if they were nowhere else.
-
-        Args:
-            reads: the kinds whose old bytes the kernel needs.
-            position: the trace position at which the group is needed next.
+        On an error the slabs keep their old versions, but a host copy that the kernel worked on loses its bytes, even
+        if they were nowhere else.
 
         Raises:
             BudgetExceededError: there is no room for the new versions.
@@ -216,30 +226,60 @@ class Transformer:
         async with AsyncExitStack() as undo:
             # Wait before taking the position lock, because readers may use the slabs for a long time, and other groups
             # must not wait for them.
-            for slab in group.slabs:
+            for slab in work.group.slabs:
                 await self._idle(slab)
             passages: list[_Passage] = []
-            tasks: list[asyncio.Task[None]] = []
-            try:
-                async with self._position_lock.at(position) as give_way:
-                    passages = [await self._open_passage(slab, step, reads, position, undo) for slab in group.slabs]
-                    for start in range(0, group.spec.numel, self._tiles.elements):
-                        await give_way(partial(self._make_evictable, passages, tasks))
-                        self._pin_again(passages)
-                        part = await self._take(gradient)
-                        tile = self._tile(part, group, start, passages, kernel)
-                        tasks.append(asyncio.ensure_future(tile))
-            finally:
-                await finish_all(tasks)
-            for passage in passages:
-                self._finish(passage, step)
 
-    async def _open_passage(
-        self, slab: Slab, step: int, kinds_read: frozenset[Kind], position: float, undo: AsyncExitStack
-    ) -> _Passage:
+            async def open_passages() -> list[_Passage]:
+                passages.extend([await self._open_passage(slab, work, undo) for slab in work.group.slabs])
+                return passages
+
+            await self._work_on_tiles(work, open_passages)
+            for passage in passages:
+                self._finish(passage, work.step)
+
+    async def run_aside(self, work: Work, copies: Mapping[Slab, HostCopy]) -> None:
+        """Write the bytes that `run` would give to each slab to another copy of it, and leave the slabs as they are.
+
+        Args:
+            copies: the copy to write for each slab of the group. The newest bytes of the slabs are in host memory.
+        """
+        with ExitStack() as undo:
+            passages = []
+            for slab, copy in copies.items():
+                reads = slab.key.kind in work.reads
+                before = slab.copy if reads and slab.latest is not None else None
+                if before is not None:
+                    self._host_cache.pin(before)
+                    undo.callback(self._host_cache.unpin, slab, before, before.next_use)
+                copy.next_use = work.position if slab.key.kind is Kind.PARAM else NEVER
+                passages.append(_Passage(slab=slab, reads=reads, copy=copy, source=None, target=None, before=before))
+
+            async def opened() -> list[_Passage]:
+                return passages
+
+            await self._work_on_tiles(work, opened)
+
+    async def _work_on_tiles(self, work: Work, open_passages: Callable[[], Awaitable[list[_Passage]]]) -> None:
+        """Work on all tiles of a group when its turn has come, and wait until they are done."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            async with self._position_lock.at(work.position) as give_way:
+                passages = await open_passages()
+                for start in range(0, work.group.spec.numel, self._tiles.elements):
+                    await give_way(partial(self._make_evictable, passages, tasks))
+                    self._pin_again(passages)
+                    part = await self._take(work.gradient)
+                    tile = self._tile(part, work.group, start, passages, work.kernel)
+                    tasks.append(asyncio.ensure_future(tile))
+        finally:
+            await finish_all(tasks)
+
+    async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
         """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
         await self._idle(slab)
-        reads = slab.key.kind in kinds_read
+        step, position = work.step, work.position
+        reads = slab.key.kind in work.reads
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
         passage = _Passage(slab=slab, reads=reads, copy=copy, source=None, target=None)
         undo.callback(self._release_source, passage)
@@ -389,7 +429,10 @@ class Transformer:
             else:
                 base, offset = self._host.view(range_), used
                 used += self._tiles.elements * itemsize
-            mapped.append(_MappedSlab(passage, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
+            span = slice(start * itemsize, start * itemsize + round_up(numel * itemsize))
+            before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
+            view = base[offset : offset + round_up(numel * itemsize)]
+            mapped.append(_MappedSlab(passage, view, start * itemsize, before))
         return mapped
 
     def _finish(self, passage: _Passage, step: int) -> None:
@@ -412,7 +455,7 @@ class _Scratch(threading.local):
     """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(PART_ELEMENTS, dtype=torch.float32)
+        self.tensor = torch.empty(PART_ELEMENTS_IN_MEMORY, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,10 +500,12 @@ class _Mapped:
 class _MappedSlab(_Mapped):
     """The bytes of one slab in one tile."""
 
-    def __init__(self, passage: _Passage, view: memoryview, offset: int) -> None:
+    def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
         super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
         self.kind = passage.slab.key.kind
         self.target = passage.target
+        # The old bytes, if they are not in `tensor`.
+        self.before = None if before is None else torch.frombuffer(before, dtype=passage.slab.spec.dtype.torch)
         self.begins_as_zeros = passage.reads and passage.slab.latest is None
 
 
@@ -485,10 +530,12 @@ class _Parts:
         self._gradient = gradient
         self._kernel = kernel
         self._scratch = scratch
+        in_memory = gradient.source is None and all(m.source is None and m.target is None for m in mapped)
+        self._part = PART_ELEMENTS_IN_MEMORY if in_memory else PART_ELEMENTS
 
     def end_of(self, first: int) -> int:
         """Return the end of the part that begins at element `first` of the tile."""
-        return min(first + PART_ELEMENTS, self._numel)
+        return min(first + self._part, self._numel)
 
     def reads(self, first: int, end: int) -> list[Move[Region]]:
         """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
@@ -517,6 +564,8 @@ class _Parts:
             for m in self._mapped:
                 if m.begins_as_zeros:
                     tensors[m.kind].zero_()
+                elif m.before is not None:
+                    tensors[m.kind].copy_(m.before[first:end])
             self._kernel(
                 Tile(
                     start=self._start + first,

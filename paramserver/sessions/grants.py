@@ -328,7 +328,15 @@ class Grants:
         for lease, kernel, position in checked:
             assert lease.gradient is not None, "a lease of this mode has one"
             lease.update = self._engine.update(
-                job, step, lease.group, lease.gradient, kernel, position=position, keeps_gradient=True
+                job,
+                step,
+                lease.group,
+                lease.gradient,
+                kernel,
+                position=position,
+                keeps_gradient=True,
+                # The client's device computes, so the host has time for it.
+                aside=request.provisional and session.registers_arena,
             )
             if not request.provisional:
                 self._hand_over(session, lease)

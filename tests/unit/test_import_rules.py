@@ -23,7 +23,7 @@ FLOORS = {
         "threads",
         "tiers",
         "catalog scratch scrub slab",
-        "directories gradients host_cache need shard_index",
+        "directories gradients host_cache need shadows shard_index",
         "assembly copy_writes fsck prefetch transform versions",
         "commit demand_reads gathering job_table",
         "damage_log pending_steps reader",

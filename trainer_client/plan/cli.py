@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from paramserver.contract.device_reads import FindHits
+from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT, by_default
 from paramserver.contract.printable import printable
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
@@ -107,7 +108,10 @@ def plan_job(
     flops: Annotated[
         float | None, typer.Option(help="Floating-point operations per second of a rank. [the operations are timed]")
     ] = None,
-    optimizer_threads: Annotated[int, typer.Option(min=1, help="The daemon's optimizer_threads.", metavar="N")] = 1,
+    optimizer_threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="The daemon's key. [as the daemon would choose]", metavar="N"),
+    ] = None,
     directory: Annotated[
         Path, typer.Option("--dir", help="Where the state would be; it is probed, and left as it was.")
     ] = Path("paramserver-state"),
@@ -185,7 +189,7 @@ def _plan(
     sizes: Mapping[str, str | None],
     rates: Mapping[str, str | None],
     flops: float | None,
-    optimizer_threads: int,
+    optimizer_threads: int | None,
     directory: Path,
     with_probe: bool,
     search: bool,
@@ -225,7 +229,7 @@ def _plan(
         sequence=sequence,
         device=device,
         store_has_cores=device != "cpu",
-        optimizer_threads=optimizer_threads,
+        optimizer_threads=optimizer_threads or _optimizer_threads(node),
     )
     # The first plan is made before anything is measured, because it checks the config and finds the operations of a
     # step.
@@ -350,6 +354,11 @@ _UNKNOWN = Rates(
 
 
 _NO_OVERHEAD = Overhead(per_unit=0.0, per_step=0.0)
+
+
+def _optimizer_threads(node: Node | None) -> int:
+    """Return the number of threads of a daemon whose configuration names none."""
+    return MOST_BY_DEFAULT if node is not None else by_default(len(os.sched_getaffinity(0)))
 
 
 def _threads(ranks: int) -> int:

@@ -301,6 +301,8 @@ class Training:
         wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel,
         position: float = NEVER,
         before_update: Callable[[Gradient], Awaitable[None]] = as_it_is,
+        *,
+        aside: bool = False,
     ) -> None:
         """Give the gradients of the next step to the engine, which starts the updates.
 
@@ -309,6 +311,7 @@ class Training:
             wrap: a function that replaces each kernel.
             position: the trace position at which the groups are needed next.
             before_update: called with each gradient when it has its values.
+            aside: see Engine.update.
         """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
@@ -323,14 +326,17 @@ class Training:
                 grad_scale=GRAD_SCALE,
             )
             await before_update(gradient)
-            self.engine.update(self.job, step, group, gradient, wrap(update), position=position)
+            self.engine.update(self.job, step, group, gradient, wrap(update), position=position, aside=aside)
 
-    async def assert_at(self, step: int) -> None:
-        """Check that the newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
+    async def assert_at(self, step: int, *, as_of: int | None = None) -> None:
+        """Check that the bytes of every shard and kind are those of torch after `step`, bit for bit.
+
+        They are the newest bytes, for which this waits, or those as of a committed step.
+        """
         different = []
         for group in self.layout.groups:
             for kind in self.layout.kinds:
-                pin = await self.engine.fetch(self.job, group, kind)
+                pin = await self.engine.fetch(self.job, group, kind, as_of=as_of)
                 stored = self.engine.host.tensor(pin.arena_range, self.layout.dtype(kind), pin.slab.numel).clone()
                 self.engine.unpin(pin)
                 for shard in self.layout.group(group).shards:

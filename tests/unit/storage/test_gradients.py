@@ -230,9 +230,9 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
         real = engine.update
         kernels = []
 
-        def update(job, step, group, gradient, kernel, *, position):  # type: ignore[no-untyped-def]
+        def update(job, step, group, gradient, kernel, **more):  # type: ignore[no-untyped-def]
             kernels.append((group, gradient, kernel))
-            return real(job, step, group, gradient, kernel, position=position, keeps_gradient=True)
+            return real(job, step, group, gradient, kernel, keeps_gradient=True, **more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "update", update)
