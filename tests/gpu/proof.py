@@ -36,7 +36,7 @@ LEAST_SECONDS = 10.0
 # All limits of time are so many times longer on the simulated device, whose machine may have two cores.
 STAND_IN_PATIENCE = 10
 # The lines of a step's output that are its figures, besides the summary of pytest.
-_FIGURE = re.compile(r"GB/s|s/GiB|after the kill|were queued|losses \[|of the GPU's memory")
+_FIGURE = re.compile(r"GB/s|s/GiB|after the kill|were queued|losses \[|of the GPU's memory|MiB less free")
 _SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error)")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -136,7 +136,7 @@ PARTS: Mapping[int, Sequence[Step]] = {
             what="a hundred kills of trainers and the daemon",
             arguments=tests_in("test_life.py"),
             seconds=PART_SECONDS,
-            variables={"PARAMSERVER_KILLS": "100"},
+            variables={"PARAMSERVER_KILLS": "100", "PARAMSERVER_KILL_JOBS": "5"},
         ),
     ),
     4: (

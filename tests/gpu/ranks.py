@@ -36,8 +36,6 @@ def share_a_device() -> None:
             "NCCL_SHM_DISABLE": "1",
             "NCCL_SOCKET_IFNAME": "lo",
         }
-        # The rule for a rank's device goes by LOCAL_RANK, and would refuse a second rank on one device.
-        os.environ["LOCAL_RANK"] = str(rank % devices)
 
 
 def make_runs(plan: Path, result: Path) -> None:

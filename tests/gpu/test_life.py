@@ -1,6 +1,7 @@
 """A hundred kills of trainers or the daemon: the run ends with the bits of a quiet one, and nothing is left behind.
 
-PARAMSERVER_KILLS sets the number of kills; without it there are four.
+PARAMSERVER_KILLS sets the number of kills; without it there are four. PARAMSERVER_KILL_JOBS sets how many jobs train
+at the same time and share the kills, one without it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +29,10 @@ from tests.integration.support.waiting import wait_until
 pytestmark = NEEDS_ACCELERATOR
 
 KILLS = int(os.environ.get("PARAMSERVER_KILLS", "4"))
-STEPS = 2 * KILLS + 4
+JOBS = int(os.environ.get("PARAMSERVER_KILL_JOBS", "1"))
+# A run makes at least one step before its kill comes, and on a GPU up to twenty.
+STEPS = (20 if torch.cuda.is_available() else 2) * (KILLS // JOBS) + 4
+LIMITS = {"host_budget": "128MiB", "nvme_budget": "1GiB", "late_copy_seconds": 0.5}
 # A kill comes within this time after a step has begun. Some come in the forward pass, some in the commit.
 WITHIN_SECONDS = 0.3
 MIB = 1 << 20
@@ -75,23 +80,21 @@ def nothing_is_held(address: str) -> bool:
     return host.leased_bytes + host.quarantined_bytes == 0
 
 
-def test_kills_cost_no_bit_and_leave_nothing_behind(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    limits = {"host_budget": "128MiB", "nvme_budget": "1GiB", "late_copy_seconds": 0.5}
-    with Daemon(tmp_path / "quiet-state", limits) as daemon:
-        expected = run_to_the_end(plan_in(tmp_path / "quiet", daemon.address))
-    before = free_bytes()
-    daemon = Daemon(tmp_path / "state", limits)
-    plan = plan_in(tmp_path / "run", daemon.address)
+def kill_in_turns(directory: Path, kills: int, seed: int) -> dict[str, torch.Tensor]:
+    """Train through kills of the trainer, of which each fourth one also kills the daemon, and return the weights."""
+    rng = random.Random(seed)
+    directory.mkdir()
+    daemon = Daemon(directory / "state", LIMITS)
+    plan = plan_in(directory / "run", daemon.address)
     try:
-        for number in range(KILLS):
+        for number in range(kills):
             with launched(plan) as launch:
                 wait_for_the_next_step(launch, plan)
                 time.sleep(rng.uniform(0, WITHIN_SECONDS))
                 if number % 4 == 3:
                     daemon.kill()
                     launch.ranks[0].kill()
-                    daemon = Daemon(tmp_path / "state", limits)
+                    daemon = Daemon(directory / "state", LIMITS)
                 else:
                     launch.ranks[0].kill()
                 launch.wait(END_SECONDS)
@@ -100,5 +103,18 @@ def test_kills_cost_no_bit_and_leave_nothing_behind(tmp_path: Path) -> None:
         assert "Traceback" not in daemon.log, daemon.log
     finally:
         daemon.kill()
+    return found
+
+
+def test_kills_cost_no_bit_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """The kills are shared between some jobs that train at the same time, because most of the time is a start's."""
+    with Daemon(tmp_path / "quiet-state", LIMITS) as daemon:
+        expected = run_to_the_end(plan_in(tmp_path / "quiet", daemon.address))
+    before = free_bytes()
+    with ThreadPoolExecutor(JOBS) as pool:
+        jobs = [pool.submit(kill_in_turns, tmp_path / f"job-{job}", KILLS // JOBS, job) for job in range(JOBS)]
+        results = [job.result() for job in jobs]
+    print(f"{KILLS // JOBS * JOBS} kills of {JOBS} jobs: the GPU has {(before - free_bytes()) / MIB:.0f} MiB less free")
     assert free_bytes() >= before - 64 * MIB, "the memory of killed ranks is back"
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for found in results:
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -114,6 +114,7 @@ def test_a_store_client_takes_tensors_of_the_device(tmp_path: Path) -> None:
             assert torch.equal(reader.get("value"), value.cpu())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 @ON_CUDA_ONLY
 def test_compiled_units_equal_plain_torch_to_rounding(mode: str, tmp_path: Path) -> None:

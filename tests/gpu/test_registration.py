@@ -81,12 +81,12 @@ def test_a_copy_is_cut_where_two_registrations_meet() -> None:
 
 
 def test_a_refused_registration_leaves_torch_clean_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    # No memory is mapped in the second half, so the driver refuses the second piece.
+    # The second half has no page that may be read, so the driver refuses the second piece.
     reserved = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
     begin = -(-address // (2 * MIB)) * (2 * MIB)
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.munmap(ctypes.c_void_p(begin + 2 * MIB), ctypes.c_size_t(2 * MIB)) == 0
+    assert libc.mprotect(ctypes.c_void_p(begin + 2 * MIB), ctypes.c_size_t(2 * MIB), ctypes.c_int(0)) == 0
     with caplog.at_level(logging.WARNING):
         pins = Pins(cuda_driver(), begin, 4 * MIB, lambda: 4 * MIB, 2 * MIB)
         pins.wait()

@@ -78,7 +78,7 @@ def test_host_and_nvme_have_the_same_bits(prefer_streams: bool, tmp_path: Path) 
         )
         for tier in ("cpu", "nvme")
     )
-    assert host.plane == ("stream" if prefer_streams else "arena")
+    assert host.plane == ("streams" if prefer_streams else "arena")
     assert_bit_equal(nvme, host)
 
 
@@ -94,4 +94,4 @@ def test_fp16_skips_the_step_whose_loss_is_not_finite(tmp_path: Path) -> None:
     run = run_of(config, precision="fp16", poisoned_step=2, with_masters=True, schedule=False)
     trained, expected = train_through_store(run), train_with_masters(run)
     assert trained.skipped == expected.skipped == 1
-    assert_close(trained, expected)
+    assert_close(trained, expected, relative=1e-3)

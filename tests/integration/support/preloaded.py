@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 
+# torch asks NVML then whether there is a GPU, and not CUDA's runtime, which cannot be used in a process that was forked
+# after such a question.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Collections find nothing here. A later one in a forked process would visit, and so copy, the memory of all modules.
 gc.disable()
 MODULES = (
