@@ -84,33 +84,34 @@ class Running:
     """A contestant's process."""
 
     def __init__(self, entry: Entry, task: TrainingTask, directory: Path) -> None:
-        """Start the process, and wait until its model is ready. Raise ContestantError if that fails."""
+        """Start the process, which begins to build its model."""
         self.entry = entry
         self._log_path = directory / "contestant.log"
         spec = {"kind": entry.kind, "task": asdict(task), "config": entry.config_in(directory)}
         self._log = self._log_path.open("w+")
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [
                 *(str(entry.python or sys.executable), "-m", "benchmarks.training.contestants"),
                 json.dumps(spec | {"device": entry.device, "deferred": entry.deferred, "each_step": entry.each_step}),
             ],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"} | dict(entry.environment),
+            env=os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"} | dict(entry.environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
         )
-        try:
-            self._answer(START_SECONDS)
-        except BaseException:
-            self._stop(0.0)
-            raise
         self._tree = ProcessTree(self._process.pid)
         # The largest memory that was seen so far.
         self.memory = self._tree.memory()
 
     def __enter__(self) -> Self:
         return self
+
+    def wait_until_ready(self) -> None:
+        """Wait until the model is ready. Raise ContestantError if it cannot be built, or if that takes too long."""
+        self._answer(START_SECONDS)
+        self.memory = self._tree.memory()
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

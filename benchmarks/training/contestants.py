@@ -225,8 +225,11 @@ class DeepSpeed(WithEngine):
         """Return at once, because DeepSpeed's `step` leaves no work in the background."""
 
     def facts(self) -> dict[str, Any]:
+        import deepspeed  # noqa: PLC0415 - only its own environment has it
+
         optimizer = self._engine.optimizer
-        return {"optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__}
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        return {"optimizer": name, "version": deepspeed.__version__} | device_memory()
 
     def close(self) -> None:
         self._engine.destroy()

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks.common.measure import BenchmarkError, Progress
 
 REQUIREMENTS = Path(__file__).with_name("deepspeed.requirements.txt")
@@ -25,8 +27,10 @@ INSTALL_SECONDS = 1200.0
 BUILD_SECONDS = 1800.0
 ERROR_LINES = 6
 
-# DeepSpeed's parts in C++. Without `_build` they would be compiled at first use, which takes minutes.
+# DeepSpeed's parts in C++. Without `_build` they would be compiled at first use, which takes minutes. On an accelerator
+# only the updates of offloaded states need one.
 _ADAM = ("ShareMemCommBuilder", "PinMemoryBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
+_OFFLOADED_ADAM = ("CPUAdamBuilder",)
 _NVME = ("AsyncIOBuilder",)
 _BUILD = (
     "import sys; from deepspeed.accelerator import get_accelerator; "
@@ -43,40 +47,52 @@ class DeepSpeedEnvironment:
     """An environment that is set up.
 
     Attributes:
+        device: the kind of device that computes, as "cpu" and "cuda".
         python: its interpreter.
         variables: environment variables for its processes.
         adam_problem: the reason why DeepSpeed's compiled Adam is missing and torch's is used; None: it is there.
         nvme_problem: the reason why DeepSpeed cannot use NVMe; None: it can.
     """
 
+    device: str
     python: Path
     variables: Mapping[str, str]
     adam_problem: str | None
     nvme_problem: str | None
 
 
-def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
+def prepare(directory: Path, progress: Progress, device: str = "cpu") -> DeepSpeedEnvironment:
     """Set up what is missing of the environment in `directory`, and return the environment.
 
+    For an accelerator the environment has to have DeepSpeed, of any version, because which builds of torch and
+    DeepSpeed fit depends on the machine.
+
     Raises:
-        DeepSpeedUnavailableError: the packages cannot be installed.
+        DeepSpeedUnavailableError: the packages cannot be installed, or cannot be imported on an accelerator's machine.
     """
-    python, variables = interpreter(directory)
-    if not is_installed(directory):
+    python, variables = interpreter(directory, device)
+    if device != "cpu":
+        if problem := _problem((str(python), "-c", "import deepspeed"), variables, INSTALL_SECONDS):
+            raise DeepSpeedUnavailableError(f"{python} cannot import it: {problem}")
+    elif not is_installed(directory):
         _install(directory.absolute(), python, progress)
     return DeepSpeedEnvironment(
+        device=device,
         python=python,
         variables=variables,
-        adam_problem=_build(python, variables, _ADAM, progress),
-        nvme_problem=_build(python, variables, _NVME, progress),
+        adam_problem=_build(python, variables, _ADAM if device == "cpu" else _OFFLOADED_ADAM, progress),
+        nvme_problem=_build(python, variables, _NVME, progress) if device == "cpu" else "it was not set up",
     )
 
 
-def interpreter(directory: Path) -> tuple[Path, Mapping[str, str]]:
+def interpreter(directory: Path, device: str = "cpu") -> tuple[Path, Mapping[str, str]]:
     """Return the Python of the environment in `directory`, and environment variables for its processes."""
     directory = directory.absolute()
+    # DeepSpeed cannot read architectures with a letter, as 9.0a, which this variable may have on machines for Hopper.
+    architecture = "{}.{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else ""
     return directory / "bin" / "python", {
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
+        **({"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}),
         "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
         "PATH": f"{directory / 'bin'}:{os.environ.get('PATH', os.defpath)}",
     }
@@ -131,6 +147,8 @@ def _problem(command: tuple[str, ...], variables: Mapping[str, str], timeout_sec
         )
     except subprocess.TimeoutExpired:
         return f"{' '.join(command[:4])} took longer than {timeout_seconds:g} s"
+    except FileNotFoundError as error:
+        return str(error)
     except subprocess.CalledProcessError as error:
         return " | ".join(line.strip() for line in error.stdout.splitlines()[-ERROR_LINES:])
     return None
@@ -139,10 +157,12 @@ def _problem(command: tuple[str, ...], variables: Mapping[str, str], timeout_sec
 def main() -> None:
     """Set up the environment in the directory that the first argument names; exit with the reason if Adam is missing.
 
+    The second argument is the kind of device, "cpu" without it.
+
     Raises:
         DeepSpeedUnavailableError: the packages cannot be installed.
     """
-    environment = prepare(Path(sys.argv[1]), lambda line: print(line, flush=True))
+    environment = prepare(Path(sys.argv[1]), lambda line: print(line, flush=True), *sys.argv[2:3])
     if environment.adam_problem is not None:
         raise SystemExit(f"DeepSpeed's Adam cannot be compiled: {environment.adam_problem}")
 

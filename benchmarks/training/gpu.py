@@ -44,9 +44,11 @@ MIB = 1 << 20
 # Large enough for the full rate of a link, small enough to be pinned quickly.
 LINK_BYTES = 256 * MIB
 LINK_TURNS = 5
-# Disk space of `nvme` and of DeepSpeed.
+# Disk space of a contestant on NVMe.
 DISK_BYTES_PER_PARAMETER = 60
 WANTED_OF_ROOFLINE = 1.15
+# The contestants that the ratios and the roofline are computed from.
+NEEDED = ("plain", "compute", "host")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -101,7 +103,7 @@ def entries_of(task: TrainingTask, device: str, deepspeed_dir: Path | None, prog
     ]
     if deepspeed_dir is not None:
         try:
-            own.append(deepspeed("DeepSpeed cpu", task, size, "cpu", prepare(deepspeed_dir, progress)))
+            own.append(deepspeed("DeepSpeed cpu", task, size, "cpu", prepare(deepspeed_dir, progress, device)))
         except DeepSpeedUnavailableError as error:
             progress(f"DeepSpeed cannot be set up: {error}")
     return [replace(entry, device=device) for entry in own]
@@ -131,7 +133,7 @@ def measure(
     """
     device = entries[0].device
     rates = links(device)
-    heat = Heat(task, directory, threads=Threads(), progress=progress)
+    heat = Heat(task, directory, threads=Threads(), progress=progress, together=device != "cpu")
     found = summaries(heat.run(entries, rounds=rounds, steps=steps), task)
     roof = roofline(found, rates)
     value = found["host"]["median"] / roof["seconds"]
@@ -203,7 +205,11 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 2,
     steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 4,
     deepspeed_dir: Annotated[
-        Path | None, typer.Option("--deepspeed", help="DeepSpeed's environment, set up if need be; none: without it.")
+        Path | None, typer.Option("--deepspeed", help="An environment that has DeepSpeed; none: without it.")
+    ] = None,
+    left_out: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="NAME", help="A contestant to leave out, as nvme; repeatable."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
@@ -220,8 +226,15 @@ def main(
             raise BenchmarkError(f"--hidden is {hidden}, and has to be a multiple of {HEAD_WIDTH}")
         if device != "cpu" and not torch.get_device_module(device).is_available():
             raise BenchmarkError(f"--device is {device!r}, and torch finds none here; --device cpu --quick needs none")
-        machine.check_free_bytes(directory, DISK_BYTES_PER_PARAMETER * task.gpt2_parameters, "the benchmark")
         entries = entries_of(task, device, deepspeed_dir, console.print)
+        names = [entry.name for entry in entries]
+        for name in left_out or []:
+            if name not in names or name in NEEDED:
+                others = ", ".join(name for name in names if name not in NEEDED)
+                raise BenchmarkError(f"--without is {name!r}; these can be left out: {others}")
+        entries = [entry for entry in entries if entry.name not in (left_out or [])]
+        if any(entry.name == "nvme" for entry in entries):
+            machine.check_free_bytes(directory, DISK_BYTES_PER_PARAMETER * task.gpt2_parameters, "the benchmark")
         return measure(task, entries, directory, rounds=rounds, steps=steps, progress=console.print)
 
     report.run(

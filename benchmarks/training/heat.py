@@ -71,7 +71,9 @@ class Standing:
 class Heat:
     """A comparison of contestants, which take turns; all processes and files are gone when `run` returns."""
 
-    def __init__(self, task: TrainingTask, directory: Path, *, threads: Threads, progress: Progress) -> None:
+    def __init__(
+        self, task: TrainingTask, directory: Path, *, threads: Threads, progress: Progress, together: bool = False
+    ) -> None:
         """Prepare a heat.
 
         Args:
@@ -79,11 +81,13 @@ class Heat:
             directory: where contestants and probes keep their files.
             threads: the number of I/O threads of the probes.
             progress: called with each step of the heat.
+            together: the contestants build their models at the same time, which needs a core and memory for each.
         """
         self._task = task
         self._directory = directory
         self._threads = threads
         self._progress = progress
+        self._together = together
         self._running: dict[str, Running] = {}
         self._probes: dict[str, StepProbe] = {}
         self._standings: dict[str, Standing] = {}
@@ -104,6 +108,10 @@ class Heat:
             for index, entry in enumerate(entries):
                 (own := scratch / str(index)).mkdir()
                 self._start(entry, own, stack)
+                if not self._together:
+                    self._wait_until_ready([entry])
+            if self._together:
+                self._wait_until_ready(entries)
             self._take_turns(forward=True, turn=lambda name: self._warm_up(name, steps, scratch, stack))
             for number in range(1, rounds + 1):
                 self._progress(f"round {number} of {rounds}")
@@ -115,10 +123,14 @@ class Heat:
     def _start(self, entry: Entry, directory: Path, stack: ExitStack) -> None:
         self._progress(f"{entry.name}: starting")
         self._standings[entry.name] = Standing(entry=entry)
-        try:
-            self._running[entry.name] = stack.enter_context(Running(entry, self._task, directory))
-        except ContestantError as error:
-            self._exclude(entry, error)
+        self._running[entry.name] = stack.enter_context(Running(entry, self._task, directory))
+
+    def _wait_until_ready(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            try:
+                self._running[entry.name].wait_until_ready()
+            except ContestantError as error:
+                self._exclude(self._running.pop(entry.name).entry, error)
 
     def _take_turns(self, *, forward: bool, turn: Callable[[str], None]) -> None:
         """Give each contestant a turn. Every other round goes backwards, so that each is as often first as last."""
