@@ -159,7 +159,7 @@ class Ours(WithEngine):
         import trainer_client  # noqa: PLC0415 - DeepSpeed's environment lacks its dependencies
         from trainer_client import zero  # noqa: PLC0415
 
-        with zero.Init() if spec.deferred else nullcontext():
+        with zero.Init() if spec.deferred else torch.device(spec.device):
             model = build(spec.task)
         engine, *_ = trainer_client.initialize(model=model, config=spec.config)
         super().__init__(engine)
@@ -217,7 +217,8 @@ class DeepSpeed(WithEngine):
         become_the_only_rank()
         import deepspeed  # noqa: PLC0415 - only its own environment has it
 
-        model = build(spec.task)
+        with torch.device(spec.device):
+            model = build(spec.task)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(spec.config))
         super().__init__(engine)
 
@@ -255,18 +256,23 @@ def device_memory() -> dict[str, Any]:
 def begin(spec: Spec) -> Contestant:
     """Return the contestant, ready for its first step."""
     match spec.kind:
-        case "plain":
-            return Plain(spec.task, build(spec.task).to(spec.device))
-        case "compute":
-            # The model is built in bf16, because the largest models of the scale benchmark may not fit in fp32.
-            torch.set_default_dtype(torch.bfloat16)
-            return Compute(spec.task, build(spec.task).to(spec.device))
-        case "fsdp":
-            return FullySharded(spec, build(spec.task))
         case "ours":
             return Ours(spec)
         case "deepspeed":
             return DeepSpeed(spec)
+    if spec.kind == "compute":
+        # The model is built in bf16, because the largest models of the scale benchmark may not fit in fp32.
+        torch.set_default_dtype(torch.bfloat16)
+    # All contestants draw their initial values on the device, which takes a second there and a minute on a CPU.
+    with torch.device(spec.device):
+        model = build(spec.task)
+    match spec.kind:
+        case "plain":
+            return Plain(spec.task, model)
+        case "compute":
+            return Compute(spec.task, model)
+        case "fsdp":
+            return FullySharded(spec, model)
 
 
 def make_steps(

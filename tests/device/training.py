@@ -26,4 +26,6 @@ def assert_close(actual: Result, expected: Result, *, relative: float = RELATIVE
     for name, weight in actual.weights.items():
         norm = torch.linalg.vector_norm(expected.weights[name])
         difference = torch.linalg.vector_norm(weight - expected.weights[name])
-        assert difference <= relative * norm + ABSOLUTE, f"{name} differs by {difference:.2e}, and its norm is {norm:.2e}"
+        assert difference <= relative * norm + ABSOLUTE, (
+            f"{name} differs by {difference:.2e}, and its norm is {norm:.2e}"
+        )

@@ -30,8 +30,8 @@ pytestmark = NEEDS_ACCELERATOR
 
 KILLS = int(os.environ.get("PARAMSERVER_KILLS", "4"))
 JOBS = int(os.environ.get("PARAMSERVER_KILL_JOBS", "1"))
-# A run makes at least one step before its kill comes, and on a GPU up to twenty.
-STEPS = (20 if torch.cuda.is_available() else 2) * (KILLS // JOBS) + 4
+# A run makes at least one step before its kill comes, and up to thirty where a step takes 10 ms.
+STEPS = 40 * (KILLS // JOBS) + 4
 LIMITS = {"host_budget": "128MiB", "nvme_budget": "1GiB", "late_copy_seconds": 0.5}
 # A kill comes within this time after a step has begun. Some come in the forward pass, some in the commit.
 WITHIN_SECONDS = 0.3
