@@ -144,7 +144,7 @@ class Admission:
 
     def room_beside_steps(self) -> int:
         """Return the bytes of the arena that no step needs, even if all of its gradients are in host memory."""
-        return self._host.budget_bytes - self._fixed_bytes - self._last_need().total_without_spilling
+        return self._last_need().spare_without_spilling(self._host.budget_bytes, self._fixed_bytes)
 
     def forget_need(self) -> None:
         """Have the need of all jobs computed anew; see `_last_need`."""

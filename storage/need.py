@@ -86,8 +86,15 @@ class HostNeed:
             host_budget_bytes: the bytes of the budget.
             fixed_bytes: the bytes of it that header and tile buffers take.
         """
+        return self.spare_without_spilling(host_budget_bytes, fixed_bytes) >= 0
+
+    def spare_without_spilling(self, host_budget_bytes: int, fixed_bytes: int) -> int:
+        """Return the bytes of a host budget that are left, beside an eighth, if it holds all gradients of a step.
+
+        See `fits_without_spilling`.
+        """
         room = host_budget_bytes - fixed_bytes
-        return self.total_without_spilling <= room - room // _PART_LEFT_FREE
+        return room - room // _PART_LEFT_FREE - self.total_without_spilling
 
     def room_for_parked(self, host_budget_bytes: int, fixed_bytes: int, prefetch_bytes: int) -> int:
         """Return the bytes of a host budget that gradients and activations may take while they are parked.

@@ -171,7 +171,8 @@ class PendingSteps:
         """Update a group in shadows of its slabs before the seal, and make these the slabs' copies after it.
 
         Returns:
-            False: there was no room for shadows, or they gave way. The update is still to be made.
+            False: there was no room for shadows, or they gave way, or the seal came first. The update is still to be
+            made.
         """
         if pending.sealed.is_set() or any(slab.backed for slab in work.group.slabs):
             return False
@@ -180,7 +181,9 @@ class PendingSteps:
                 return False
             work.gradient.waits_for_seal = False
             with self._tracer.span(Activity.UPDATE, label):
-                await self._transformer.run_aside(work, shadow.copies)
+                written = await self._transformer.run_aside(work, shadow.copies, pending.sealed.is_set)
+            if not written:
+                return False
             # The gradient is read once more only if the shadows give way.
             work.gradient.waits_for_seal = True
             self._shadows.written(shadow)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -229,20 +229,31 @@ class Transformer:
             for slab in work.group.slabs:
                 await self._idle(slab)
             passages: list[_Passage] = []
-
-            async def open_passages() -> list[_Passage]:
-                passages.extend([await self._open_passage(slab, work, undo) for slab in work.group.slabs])
-                return passages
-
-            await self._work_on_tiles(work, open_passages)
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                async with self._position_lock.at(work.position) as give_way:
+                    passages = [await self._open_passage(slab, work, undo) for slab in work.group.slabs]
+                    for start in range(0, work.group.spec.numel, self._tiles.elements):
+                        await give_way(partial(self._make_evictable, passages, tasks))
+                        self._pin_again(passages)
+                        tasks.append(await self._begin_tile(work, start, passages))
+            finally:
+                await finish_all(tasks)
             for passage in passages:
                 self._finish(passage, work.step)
 
-    async def run_aside(self, work: Work, copies: Mapping[Slab, HostCopy]) -> None:
+    async def run_aside(self, work: Work, copies: Mapping[Slab, HostCopy], is_late: Callable[[], bool]) -> bool:
         """Write the bytes that `run` would give to each slab to another copy of it, and leave the slabs as they are.
+
+        It gives way to no group between its tiles, so that at most the tiles of one or two groups are under way when
+        the work becomes late.
 
         Args:
             copies: the copy to write for each slab of the group. The newest bytes of the slabs are in host memory.
+            is_late: asked when its turn has come; nothing is done if it returns True.
+
+        Returns:
+            Whether the copies were written.
         """
         with ExitStack() as undo:
             passages = []
@@ -255,25 +266,20 @@ class Transformer:
                 copy.next_use = work.position if slab.key.kind is Kind.PARAM else NEVER
                 passages.append(_Passage(slab=slab, reads=reads, copy=copy, source=None, target=None, before=before))
 
-            async def opened() -> list[_Passage]:
-                return passages
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                async with self._position_lock.at(work.position):
+                    if is_late():
+                        return False
+                    for start in range(0, work.group.spec.numel, self._tiles.elements):
+                        tasks.append(await self._begin_tile(work, start, passages))
+            finally:
+                await finish_all(tasks)
+        return True
 
-            await self._work_on_tiles(work, opened)
-
-    async def _work_on_tiles(self, work: Work, open_passages: Callable[[], Awaitable[list[_Passage]]]) -> None:
-        """Work on all tiles of a group when its turn has come, and wait until they are done."""
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            async with self._position_lock.at(work.position) as give_way:
-                passages = await open_passages()
-                for start in range(0, work.group.spec.numel, self._tiles.elements):
-                    await give_way(partial(self._make_evictable, passages, tasks))
-                    self._pin_again(passages)
-                    part = await self._take(work.gradient)
-                    tile = self._tile(part, work.group, start, passages, work.kernel)
-                    tasks.append(asyncio.ensure_future(tile))
-        finally:
-            await finish_all(tasks)
+    async def _begin_tile(self, work: Work, start: int, passages: Sequence[_Passage]) -> asyncio.Task[None]:
+        part = await self._take(work.gradient)
+        return asyncio.ensure_future(self._tile(part, work.group, start, passages, work.kernel))
 
     async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
         """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
@@ -301,14 +307,16 @@ class Transformer:
         """Make the copies of a waiting group evictable, after its tiles under way are done.
 
         Many groups may wait for one that is needed sooner, and their copies would fill the host tier. What the copies
-        hold is on NVMe, too: each tile either as it was or as it is now.
+        hold is on NVMe, too: each tile either as it was or as it is now. Copies at home stay, and nothing waits for
+        them.
         """
-        if tasks:
+        away = [passage for passage in passages if passage.copy is not None and not passage.copy.at_home]
+        if away and tasks:
             await asyncio.wait(tasks)
-        for passage in passages:
-            if passage.copy is not None and not passage.copy.at_home:
-                self._host_cache.make_evictable(passage.slab, passage.copy)
-                passage.evictable = True
+        for passage in away:
+            assert passage.copy is not None
+            self._host_cache.make_evictable(passage.slab, passage.copy)
+            passage.evictable = True
 
     def _pin_again(self, passages: Sequence[_Passage]) -> None:
         """Pin the copies again that were evictable and are still there.
