@@ -114,7 +114,11 @@ def test_a_store_client_takes_tensors_of_the_device(tmp_path: Path) -> None:
             assert torch.equal(reader.get("value"), value.cpu())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    # torch 2.11 itself looks at this attribute while it compiles.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 @ON_CUDA_ONLY
 def test_compiled_units_equal_plain_torch_to_rounding(mode: str, tmp_path: Path) -> None:
