@@ -311,3 +311,35 @@ def test_values_that_are_being_staged_cannot_be_read(clients: Clients, job: str)
     rank.acquire(rank.groups[0], Kind.PARAM, WRITE)
     with refused(CODE.FAILED_PRECONDITION, "commit the initial values as step 0 first"):
         rank.acquire(rank.groups[0], Kind.PARAM, READ)
+
+
+@pytest.mark.parametrize("registers_arena", [True, False])
+def test_early_updates_in_memory_begin_before_the_vote_where_a_device_computes(
+    clients: Clients, daemon: Daemon, job: str, registers_arena: bool
+) -> None:
+    """They take the room of a second version until the commit; other clients need the processor meanwhile."""
+    layout = Layout(name=job, weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
+    rank = clients.rank(layout, registers_arena=registers_arena).begin()
+    rank.train(1, 1)
+    at_rest = tiers(daemon.address)[0].used_bytes
+    rank.hand_over(2, provisional=True)
+    states = sum(layout.group(group).numel for group in layout.groups) * 4 * len(layout.kinds)
+
+    def has_second_version() -> bool:
+        return tiers(daemon.address)[0].used_bytes - at_rest >= states
+
+    if registers_arena:
+        wait_until(has_second_version)
+    assert has_second_version() == registers_arena
+    for group in layout.groups:
+        lease = rank.call(
+            "AcquireLeases",
+            wants=[
+                pb.AcquireLeasesRequest.Want(slab=pb.SlabName(group=group, kind=pb.KIND_PARAM), mode=READ, as_of_step=1)
+            ],
+        ).leases[0]
+        assert lease.version <= 1
+        rank.release(lease)
+    rank.commit(2)
+    wait_until(lambda: tiers(daemon.address)[0].used_bytes == at_rest)
+    rank.assert_at(2)

@@ -38,7 +38,13 @@ class Client:
     """One session, which sends heartbeats unless it is `silent`. It uses `channel` if that is given."""
 
     def __init__(
-        self, address: str, name: str = "test", *, silent: bool = False, channel: grpc.Channel | None = None
+        self,
+        address: str,
+        name: str = "test",
+        *,
+        silent: bool = False,
+        registers_arena: bool = False,
+        channel: grpc.Channel | None = None,
     ) -> None:
         self.channel = channel or channel_to(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
@@ -46,7 +52,8 @@ class Client:
         self.notices: list[str] = []
         self.ended = threading.Event()
         self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        self._outgoing.put(pb.SessionRequest(hello=pb.SessionRequest.Hello(client=name)))
+        hello = pb.SessionRequest.Hello(client=name, registers_arena=registers_arena)
+        self._outgoing.put(pb.SessionRequest(hello=hello))
         # The call waits for a connection, because the first attempt may time out on a busy machine.
         self._stream = self.store.Session(iter(self._outgoing.get, None), wait_for_ready=True)
         self.welcome: pb.SessionResponse.Welcome = next(self._stream).welcome
@@ -111,9 +118,10 @@ class Rank(Client):
         ranks: int = 1,
         run_id: str = "run",
         name: str = "test",
+        registers_arena: bool = False,
         channel: grpc.Channel | None = None,
     ) -> None:
-        super().__init__(address, name, channel=channel)
+        super().__init__(address, name, registers_arena=registers_arena, channel=channel)
         self.layout = layout
         self.rank, self.ranks, self.run_id = rank, ranks, run_id
         self.groups = layout.groups[rank::ranks]
@@ -176,13 +184,13 @@ class Rank(Client):
                 self._fill(lease, kind, [self.reference.initial(group, i) for i in range(len(self.layout.shards))])
                 self.release(lease, publish=True)
 
-    def hand_over(self, step: int) -> None:
+    def hand_over(self, step: int, *, provisional: bool = False) -> None:
         """Acquire, fill and hand over the gradients of this rank's groups."""
         for group in self.groups:
             lease = self.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=step)
             shards = range(len(self.layout.shards))
             self._fill(lease, Kind.GRAD, [self.reference.gradient(step, group, i) for i in shards])
-            self.apply(step, lease, group=group)
+            self.apply(step, lease, group=group, provisional=provisional)
 
     def apply(self, step: int, lease: pb.Lease, *, provisional: bool = False, **changes: Any) -> None:
         """Call ApplyGradients for one group; `changes` are fields of its update, among them the group's name."""
