@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.sparse import check_sparse_tensor_invariants
 
 from trainer_client.errors import ImportCheckpointError
 
@@ -39,7 +40,8 @@ def load(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None = None) 
     _check_archive(path)
     allowed: list[Any] = [(stand_in, name) for name, stand_in in (stand_ins or {}).items()]
     try:
-        with safe_globals(allowed):
+        # A sparse tensor whose indices lie outside of it would let later operations read other memory.
+        with safe_globals(allowed), check_sparse_tensor_invariants():
             if foreign := sorted(get_unsafe_globals_in_checkpoint(str(path))):
                 raise ImportCheckpointError(
                     f"{path} is not loaded, because its pickle names {', '.join(foreign)}, which could run any code. "
@@ -114,7 +116,8 @@ def load_embedded(content: bytes, where: str) -> Any:
             if (damaged := archive.testzip()) is not None:
                 raise ImportCheckpointError(f"{where}: record {damaged!r} differs from its checksum")
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with check_sparse_tensor_invariants():
+            return torch.load(file, map_location="cpu", weights_only=True)
     except ImportCheckpointError:
         raise
     except Exception as error:
