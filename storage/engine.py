@@ -51,7 +51,7 @@ from storage.tiers.gpu import GpuTier
 from storage.tiers.lender import Lender
 from storage.tiers.lent import LentMemory
 from storage.tracing import Tracer
-from storage.transform import TILE_SETS, Kernel, TilePool, Transformer
+from storage.transform import Kernel, TilePool, Transformer
 from storage.upkeep import HeldStep, Upkeep, versions_on
 from storage.versions import Job
 
@@ -123,14 +123,18 @@ class Engine:
             config.units_of_a_rank_alone,
             config.gradients_of_a_rank,
         )
-        workers = min(config.optimizer_threads, TILE_SETS)
         self._compute = ThreadPoolExecutor(
-            workers,
-            "optimizer",
-            initializer=_begin_to_compute,
-            initargs=(config.worker_nice, config.optimizer_threads // workers),
+            config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )
-        transformer = Transformer(self.host, self.backing, self.host_cache, self.gradients, tiles, self._compute)
+        transformer = Transformer(
+            self.host,
+            self.backing,
+            self.host_cache,
+            self.gradients,
+            tiles,
+            self._compute,
+            config.optimizer_threads,
+        )
         copies = CopyWrites(self.host, self.backing, self.host_cache)
         self._committer = Committer(self.backing, self.host_cache, copies, tracer, catalog, catalog_thread.run)
         self.shadows = Shadows(self.host, self.scratch, self._job_registry.admission.room_beside_steps)
@@ -911,7 +915,6 @@ async def _outcome(write: asyncio.Task[None]) -> None:
     write.result()
 
 
-def _begin_to_compute(nice: int, threads: int) -> None:
-    """Prepare a thread that works on tiles, each of them with so many threads of torch, itself included."""
+def _begin_to_compute(nice: int) -> None:
     begin_work(nice)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)

@@ -4,9 +4,9 @@ A slab that is placed in the host tier has its bytes there once, and an update m
 is sealed, because until then the step can be abandoned. Where there is room, the update writes its result to a shadow
 of each slab, while the client still computes gradients, and the shadow becomes the slab's copy at the seal.
 
-Shadows take room that no request waits for, and give way: if an allocation finds no room, the results that wait for
-their seal are discarded, and their updates are made again in place after the seal. So they never keep a step from going
-on. This module owns the ranges of shadows until they are adopted. It must never evict a copy to make room.
+Shadows take room that no request waits for, and give way: if an allocation finds no room, results that wait for their
+seal are discarded until it does, and their updates are made again in place after the seal. So they never keep a step
+from going on. This module owns the ranges of shadows until they are adopted. It must never evict a copy to make room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Shadows:
         self._host = host
         self._scratch = scratch
         self._spare = spare
-        self._shadows: set[Shadow] = set()
+        # In the order in which they were taken.
+        self._shadows: dict[Shadow, None] = {}
         host.when_room_is_short(self._give_way)
 
     @property
@@ -78,7 +79,7 @@ class Shadows:
         finally:
             if shadow is not None:
                 self._free(shadow)
-                self._shadows.discard(shadow)
+                self._shadows.pop(shadow, None)
 
     def written(self, shadow: Shadow) -> None:
         """Take note that the update has written the shadows, which wait for the seal from now on."""
@@ -105,7 +106,7 @@ class Shadows:
                 self._free(shadow)
                 return None
             shadow.copies[slab] = HostCopy(range_, step=None, at_home=True)
-        self._shadows.add(shadow)
+        self._shadows[shadow] = None
         return shadow
 
     def _free(self, shadow: Shadow) -> None:
@@ -114,8 +115,10 @@ class Shadows:
             self._scratch.free(copy.arena_range)
 
     def _give_way(self) -> None:
-        """Free the shadows that no update writes to."""
-        for shadow in list(self._shadows):
+        """Free the shadows that no update writes to, the newest first, until no allocation waits any more."""
+        for shadow in reversed(list(self._shadows)):
+            if not self._host.queue_depth:
+                return
             if not shadow.is_written and shadow.copies:
                 shadow.given_up.set()
                 self._free(shadow)

@@ -203,13 +203,18 @@ class Transformer:
         gradients: Gradients,
         tiles: TilePool,
         executor: Executor,
+        threads: int,
     ) -> None:
+        """Make a transformer whose kernels run in `executor`, which has so many `threads`."""
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
         self._gradients = gradients
         self._tiles = tiles
         self._executor = executor
+        # Tiles whose bytes are all in host memory need no buffers. So many of them are under way at once that each
+        # thread has a next one when it has done one.
+        self._in_memory = asyncio.Semaphore(2 * threads)
         self._position_lock = PositionLock()
         self._scratch = _Scratch()
 
@@ -278,7 +283,7 @@ class Transformer:
         return True
 
     async def _begin_tile(self, work: Work, start: int, passages: Sequence[_Passage]) -> asyncio.Task[None]:
-        part = await self._take(work.gradient)
+        part = await self._take(work.gradient, in_memory=_are_in_memory(passages))
         return asyncio.ensure_future(self._tile(part, work.group, start, passages, work.kernel))
 
     async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
@@ -379,13 +384,25 @@ class Transformer:
             else:
                 return
 
-    async def _take(self, gradient: Gradient) -> _Buffers:
+    async def _take(self, gradient: Gradient, *, in_memory: bool) -> _Buffers:
         """Wait for the buffers of a tile, and hold the gradient where it is then.
 
         A spilled gradient needs a buffer of its own, into which its part of the tile is read.
+
+        Args:
+            in_memory: the bytes of all slabs are in host memory, and their results stay there.
         """
+        range_: ArenaRange | None = None
         own: ArenaRange | None = None
-        if gradient.is_in_arena:
+        if in_memory:
+            await self._in_memory.acquire()
+            if not gradient.is_in_arena:
+                try:
+                    own = await self._tiles.take()
+                except BaseException:
+                    self._in_memory.release()
+                    raise
+        elif gradient.is_in_arena:
             range_ = await self._tiles.take()
             if not gradient.is_in_arena:
                 # It was spilled during the wait.
@@ -413,6 +430,8 @@ class Transformer:
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._gradients.end_read(buffers.gradient, buffers.place)
+            if buffers.range_ is None:
+                self._in_memory.release()
             for range_ in (buffers.range_, buffers.own):
                 if range_ is not None:
                     self._tiles.free(range_)
@@ -426,7 +445,9 @@ class Transformer:
         assert buffers.own is not None, "a spilled gradient has a buffer of its own"
         return _Mapped(self._host.view(buffers.own)[:nbytes], offset, dtype, source=place)
 
-    def _map(self, range_: ArenaRange, start: int, numel: int, passages: Sequence[_Passage]) -> list[_MappedSlab]:
+    def _map(
+        self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[_Passage]
+    ) -> list[_MappedSlab]:
         """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
         mapped: list[_MappedSlab] = []
         used = 0
@@ -435,6 +456,7 @@ class Transformer:
             if passage.copy is not None:
                 base, offset = self._host.view(passage.copy.arena_range), start * itemsize
             else:
+                assert range_ is not None, "a slab without a copy has a place in the buffer"
                 base, offset = self._host.view(range_), used
                 used += self._tiles.elements * itemsize
             span = slice(start * itemsize, start * itemsize + round_up(numel * itemsize))
@@ -459,6 +481,11 @@ class Transformer:
             self._host_cache.free_copy(slab)
 
 
+def _are_in_memory(passages: Sequence[_Passage]) -> bool:
+    """Return whether all bytes are in host memory, and stay there. This does not change while a group is updated."""
+    return all(one.copy is not None and one.copy.at_home and one.target is None for one in passages)
+
+
 class _Scratch(threading.local):
     """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
 
@@ -471,12 +498,12 @@ class _Buffers:
     """The buffers of one tile.
 
     Attributes:
-        range_: for the parts of slabs that have no copy.
+        range_: for the parts of slabs that have no copy; None: all is in host memory.
         own: for the part of the gradient, if it is spilled.
         place: where the gradient is held for the tile.
     """
 
-    range_: ArenaRange
+    range_: ArenaRange | None
     own: ArenaRange | None
     gradient: Gradient
     place: ArenaRange | Region
