@@ -197,6 +197,7 @@ class PendingSteps:
             work.gradient.waits_for_seal = False
             for slab, copy in self._shadows.adopt(shadow).items():
                 copy.step = slab.latest = work.step
+                slab.updated_at = time.monotonic()
                 # Readers that have pinned the former copy keep it.
                 self._host_cache.free_copy(slab)
                 self._host_cache.adopt(slab, copy)

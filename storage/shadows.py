@@ -6,7 +6,8 @@ of each slab, while the client still computes gradients, and the shadow becomes 
 
 Shadows take room that no request waits for, and give way: if an allocation finds no room, results that wait for their
 seal are discarded until it does, and their updates are made again in place after the seal. So they never keep a step
-from going on. This module owns the ranges of shadows until they are adopted. It must never evict a copy to make room.
+from going on. They come from the bottom of the arena, where the copies at home are that they replace. This module owns
+the ranges of shadows until they are adopted. It must never evict a copy to make room.
 """
 
 from __future__ import annotations

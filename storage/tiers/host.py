@@ -196,9 +196,9 @@ class HostTier:
             return None
         return self._allocate(nbytes, from_top=from_top, later_than=later_than)
 
-    def allocate_free(self, nbytes: int) -> ArenaRange | None:
-        """Return a range from the top of the free room, without waiting and without evicting any copy, or None."""
-        range_ = None if self._waiters else self.arena.allocate(nbytes, from_top=True)
+    def allocate_free(self, nbytes: int, *, from_top: bool = True) -> ArenaRange | None:
+        """Return a range of the free room, from its top or bottom, or None. It neither waits nor evicts any copy."""
+        range_ = None if self._waiters else self.arena.allocate(nbytes, from_top=from_top)
         if range_ is not None:
             self.counters.moved_bytes += range_.nbytes
         return range_
