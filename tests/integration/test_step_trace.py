@@ -95,7 +95,8 @@ def test_a_trace_has_every_kind_of_row_within_its_steps_and_changes_no_bit(
     assert {name for _, _, name in rank["phases"]} >= {"forward", "backward", "step"}
     computed = {name for _, _, name in rank["compute"]}
     assert computed >= {f"{part} transformer.h.{unit}" for part in ("forward", "backward") for unit in range(3)}
-    assert rank.keys() >= {"gathers", "fetches", "wait: fetch", "wait: commit", "link: store to trainer"}
+    # The trainer waits for a commit only if that lasts longer than the forward after it.
+    assert rank.keys() >= {"gathers", "fetches", "wait: fetch", "link: store to trainer"}
     assert store.keys() >= {"nvme read", "nvme write", "update", "optimizer", "commit", "sync"}
     assert store.keys() & {"demand fetch", "prefetch"}
     end = rank["steps"][-1][1]
