@@ -27,7 +27,7 @@ from storage.tiers.host import HostTier
 from storage.tracing import Activity, Tracer
 from storage.transform import Kernel, Transformer, Work
 from storage.versions import Job, PendingStep
-from storage.waiting import unlogged
+from storage.waiting import first_of, unlogged
 
 
 class PendingSteps:
@@ -187,11 +187,11 @@ class PendingSteps:
             # The gradient is read once more only if the shadows give way.
             work.gradient.waits_for_seal = True
             self._shadows.written(shadow)
-            await _first_of(pending.sealed, shadow.given_up)
+            await first_of(pending.sealed, shadow.given_up)
             if shadow.given_up.is_set():
                 return False
-            for slab in work.group.slabs:
-                await slab.unclaimed()
+            while claimed := next((slab for slab in work.group.slabs if slab.copy_write is not None), None):
+                await claimed.unclaimed()
             if shadow.given_up.is_set():
                 return False
             work.gradient.waits_for_seal = False
@@ -261,16 +261,6 @@ class PendingSteps:
         if job.pending is pending:
             job.pending = None
             self._committer.abandon_pending(job)
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:

@@ -150,10 +150,10 @@ class TilePool:
                 f"{2 * LEAST_TILE_BYTES}"
             )
         self._host = host
-        self.sets, self.elements = _cut_buffers(host.budget_bytes)
+        self._sets, self.elements = _cut_buffers(host.budget_bytes)
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
         self._taking_two = asyncio.Lock()
-        for _ in range(self.sets):
+        for _ in range(self._sets):
             range_ = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
             assert range_ is not None
             self._free.put_nowait(range_)

@@ -37,6 +37,16 @@ def unlogged(future: FutureT) -> FutureT:
     return future
 
 
+async def first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 async def finish_all(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Wait for all tasks, also when one fails or the caller is cancelled, because they use their buffers until then."""
     pending = list(tasks)

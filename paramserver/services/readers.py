@@ -7,7 +7,6 @@ session. It must never change a job, and must not cost anything while no step is
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
@@ -27,6 +26,7 @@ from storage.shard import Kind, ParameterSpec
 from storage.shard_index import Placed
 from storage.slices import in_slices
 from storage.versions import Job
+from storage.waiting import first_of
 
 
 class Readers:
@@ -164,7 +164,7 @@ class Readers:
             changed = job.changed
             if job.newest is not None:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))
-            await _either(changed, session.ended)
+            await first_of(changed, session.ended)
             self._sessions.get(session.session_id)
             while job.successor is not None and job.successor.newest is not None:
                 job = job.successor
@@ -173,16 +173,6 @@ class Readers:
                 raise NotFoundError(f"job {name!r} was deleted")
             # A job without any commit is replaced by a new object when its next run opens it.
             job = current
-
-
-async def _either(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
