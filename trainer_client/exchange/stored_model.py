@@ -12,7 +12,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
 from trainer_client.run.stored_state import decode_stored
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
+from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
 from trainer_client.transport.credentials import Credentials
 
@@ -288,11 +289,21 @@ def open_model(
     """
     deadline = time.monotonic() + _CHOICE_SECONDS
     while True:
-        layout, chosen = _choose(stores, job, step, credentials) if kept is None else ("", 0)
-        addresses = [StoreAddress(address=address) for address in stores]
-        with StoredStep(
-            job=job, layout=layout, step=chosen, stores=addresses, credentials=credentials, kept=kept
-        ) as origin:
+        with ExitStack() as held:
+            addresses = [StoreAddress(address=address) for address in stores]
+            clients = [held.enter_context(connect(address, credentials)) for address in addresses]
+            layout, chosen = _choose(clients, stores, job, step) if kept is None else ("", 0)
+            origin = held.enter_context(
+                StoredStep(
+                    job=job,
+                    layout=layout,
+                    step=chosen,
+                    stores=addresses,
+                    credentials=credentials,
+                    kept=kept,
+                    clients=clients,
+                )
+            )
             try:
                 for part in origin.parts():
                     origin.step = part.reader.step
@@ -306,12 +317,12 @@ def open_model(
             return
 
 
-def _choose(stores: Sequence[str], job: str, step: int | None, credentials: Credentials) -> tuple[str, int]:
+def _choose(clients: Sequence[StoreClientSync], stores: Sequence[str], job: str, step: int | None) -> tuple[str, int]:
     """Return the name of the layout and the number of the step that is to be read. It can raise StoreNotFoundError."""
     common: set[tuple[int, int, str]] | None = None
     known: set[int] = set()
-    for address in stores:
-        layouts = _layouts_of(address, job, credentials)
+    for client, address in zip(clients, stores, strict=True):
+        layouts = _layouts_of(client, address, job)
         # If a step is in several layouts, the latest layout is chosen.
         steps = {(number, place, stored.name) for place, stored in enumerate(layouts) for number in stored.steps}
         known |= {number for number, _, _ in steps}
@@ -334,10 +345,9 @@ def _common(some: set[tuple[int, int, str]], others: set[tuple[int, int, str]]) 
     return {found for found in some if (found[0], found[2]) in there}
 
 
-def _layouts_of(address: str, job: str, credentials: Credentials) -> tuple[StoredLayout, ...]:
+def _layouts_of(client: StoreClientSync, address: str, job: str) -> tuple[StoredLayout, ...]:
     """Return the layouts of a job at one store. Raise StoreNotFoundError if the store has no such job."""
-    with connect(StoreAddress(address=address), credentials) as client:
-        jobs = client.list_jobs()
+    jobs = client.list_jobs()
     for stored in jobs:
         if stored.name == job:
             return stored.layouts

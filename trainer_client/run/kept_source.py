@@ -133,18 +133,16 @@ def _ask(
     stores: dict[str, StoreAddress] = {}
     tensors: dict[str, list[StoredTensor]] = {}
     problems: dict[str, str] = {}
-    with ExitStack() as parts:
+    with ExitStack() as clients:
         for store in dict.fromkeys(candidates):
             try:
-                client = connect(store, credentials)
+                client = clients.enter_context(connect(store, credentials))
                 if client.epoch in stores:
-                    client.close()
                     continue
                 part = StepPart(client, manifest.job, "", manifest.step, manifest.kept)
             except TrainerClientError as error:
                 problems.setdefault(store.address, f"{store.address}: {error}")
                 continue
-            parts.callback(part.close)
             if part.reader.step != manifest.step:
                 problems[store.address] = f"{store.address}: keeps step {part.reader.step} under that name"
                 continue

@@ -340,13 +340,12 @@ class _Search:
         """
         reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
-        with ExitStack() as parts:
+        with ExitStack() as clients:
             for view in list(holders):
                 store = view.store
                 try:
-                    client = connect(store, self._credentials)
+                    client = clients.enter_context(connect(store, self._credentials))
                     part = StepPart(client, store.held_as or self._job, layout, step)
-                    parts.callback(part.close)
                     back = self._went_back_to(view, layout, step, part)
                 except TrainerClientError as error:
                     self._problems.append(f"{store.address}: {error}")

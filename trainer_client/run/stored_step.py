@@ -1,13 +1,14 @@
 """The reader of a committed step that has another layout than this run's.
 
 Its elements are read by parameter name and range, from this rank's own store if that has them, otherwise from the job's
-other stores. This module owns the connections and the readers, which keep the step in those stores while it is read. It
-must never write.
+other stores. This module owns the connections that it opens, and the readers, which keep the step in those stores while
+it is read. It must never write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
@@ -66,24 +67,12 @@ class StepPart:
     def __init__(self, client: StoreClientSync, job: str, layout: str, step: int, kept: str | None = None) -> None:
         """Open the reader of the kept step named `kept` or, if that is None, of the layout's step.
 
-        It can raise StoreError.
-
-        `client` is closed by this object.
+        It can raise StoreError. The caller closes `client`, and with it a reader that is still open.
         """
-        self._client = client
-        try:
-            self.reader: StoreReaderSync = (
-                client.read_layout(job, layout, step) if kept is None else client.read_kept(job, kept)
-            )
-            self.tensors: Mapping[str, StoredTensor] = {tensor.fqn: tensor for tensor in self.reader.tensors()}
-        except BaseException:
-            client.close()
-            raise
-
-    def close(self) -> None:
-        """Close the reader and the connection; the store may then delete the step."""
-        self.reader.close()
-        self._client.close()
+        self.reader: StoreReaderSync = (
+            client.read_layout(job, layout, step) if kept is None else client.read_kept(job, kept)
+        )
+        self.tensors: Mapping[str, StoredTensor] = {tensor.fqn: tensor for tensor in self.reader.tensors()}
 
 
 class StoredStep:
@@ -96,6 +85,7 @@ class StoredStep:
         stores: the stores that have parts of the step; earlier ones are preferred.
         credentials: token and TLS files to connect with.
         kept: the name under which the stores keep the step; None: it is a step of the layout.
+        clients: connections to the first of the stores, which the caller has open already, and closes.
     """
 
     def __init__(
@@ -107,6 +97,7 @@ class StoredStep:
         stores: Iterable[StoreAddress],
         credentials: Credentials,
         kept: str | None = None,
+        clients: Sequence[StoreClientSync] = (),
     ) -> None:
         self.job = job
         self.step = step
@@ -114,22 +105,28 @@ class StoredStep:
         self._stores = list(stores)
         self._credentials = credentials
         self._kept = kept
+        self._clients = clients
         self._parts: list[StepPart] = []
+        # The readers, and the connections that this object has opened.
+        self._held = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for part in self._parts:
-            part.close()
+        self._held.close()
 
     def parts(self) -> Iterator[StepPart]:
         """Yield the stores' parts, in order. Raise StoreError if a store cannot be reached."""
         for index, store in enumerate(self._stores):
             if index == len(self._parts):
-                client = connect(store, self._credentials)
-                name = store.held_as or self.job
-                self._parts.append(StepPart(client, name, self._layout, self.step, self._kept))
+                if index < len(self._clients):
+                    client = self._clients[index]
+                else:
+                    client = self._held.enter_context(connect(store, self._credentials))
+                part = StepPart(client, store.held_as or self.job, self._layout, self.step, self._kept)
+                self._held.callback(part.reader.close)
+                self._parts.append(part)
             yield self._parts[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
