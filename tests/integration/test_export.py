@@ -12,8 +12,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,6 +372,20 @@ def test_an_export_is_one_step_while_a_trainer_commits_further_ones(trained: Tra
         expected = committed[result.step]
         del expected["lm_head.weight"]
         assert differing(load_file(tmp_path / f"{number}" / "model.safetensors"), expected) == []
+
+
+def test_the_thread_of_an_export_has_a_lower_priority_than_its_caller(trained: Trained, tmp_path: Path) -> None:
+    committed: Future[None] = Future()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    pending = begin_export(trained.address, JOB, None, tmp_path / "later", committed=committed)
+    pending.accepted.result(60)
+    (exporting,) = (thread for thread in threading.enumerate() if thread.name == f"export {JOB}")
+    assert exporting.native_id is not None
+    niceness = os.getpriority(os.PRIO_PROCESS, exporting.native_id)
+    committed.set_result(None)
+    pending.persisted.result(60)
+    assert niceness == min(own + 10, 19)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_an_engine_exports_a_step_while_it_trains(trained: Trained, tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ WeightDType = Literal["fp32", "bf16", "fp16"]
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The niceness of the thread of an export beside training, above that of the thread that began it (setpriority(2)). On
+# busy cores the trainer and the store get some nine times its share of the processor.
+_MORE_NICE = 10
 # Files beside a model that are weights or name weights. They are not copied with its config and its tokenizer.
 _WEIGHT_FILES = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.distcp"),
@@ -225,6 +228,8 @@ def begin_export(
 ) -> PendingExport:
     """Begin an export on a thread of its own, and return the PendingExport with its futures. An error is logged, too.
 
+    The thread has a lower priority than the caller, so that the export slows training beside it little.
+
     The arguments are those of `export_step`, and `committed`: if it is given, the export asks the stores for the step
     only when this future is done, and fails if it is cancelled.
     """
@@ -239,6 +244,8 @@ def begin_export(
                 raise ExportError(f"step {step} of job {printable(job)!r} was abandoned before its commit") from error
 
     def run() -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _MORE_NICE)
         try:
             result = export_step(
                 *(store, job, step, destination), on_accepted=accept, on_staged=pending.staged.set_result, **options
