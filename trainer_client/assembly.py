@@ -40,6 +40,7 @@ from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
+from trainer_client.step.recompute_choice import RecomputeChoice
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Residency
 from trainer_client.step.trace import Clock
@@ -260,10 +261,12 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
         rank.collectives.device,
         kept_bytes=section.kept,
         smallest_bytes=section.smallest,
+        choice=RecomputeChoice(section.recompute, rank.collectives),
         synchronizes=checkpoints.synchronize_checkpoint_boundary,
         profiles=checkpoints.profile and rank.collectives.rank == 0,
     )
     resources.callback(activations.close)
+    activations.watch(unit.module for unit in job.units if not unit.is_root and unit.tile is None)
     return activations
 
 

@@ -234,7 +234,7 @@ class Recorder:
         self._note(FETCHES_ROW, unit, began, time.monotonic())
 
     def boundary(self, **nbytes: int) -> None:
-        """Add bytes of boundaries that were `saved`, or `moved` to the store."""
+        """Add bytes of boundaries that were `saved`, `moved` to the store, or freed to be computed `again`."""
         self._sums.boundary_bytes.update(nbytes)
 
     def restarted(self) -> None:

@@ -36,6 +36,10 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
         yield both
 
 
+# Each second boundary is computed again.
+AGAIN = {"smallest": 1024, "recompute": True}
+
+
 class Block(nn.Module):
     """A block whose inputs are of all kinds: not contiguous, integers, shared by all blocks, and views of these."""
 
@@ -100,9 +104,18 @@ def config(daemon: Daemon | None, job: str, *, offload: bool = True, **section: 
 class Training:
     """A training of the model, of which each micro-batch has other tokens."""
 
-    def __init__(self, given: dict[str, Any], *, reentrant: bool, accumulation: int = 1, **initialize: Any) -> None:
+    def __init__(
+        self,
+        given: dict[str, Any],
+        *,
+        reentrant: bool,
+        accumulation: int = 1,
+        prepare: Callable[[Model], None] = lambda model: None,
+        **initialize: Any,
+    ) -> None:
         torch.manual_seed(1)
         self.model = Model(reentrant=reentrant)
+        prepare(self.model)
         self.accumulation = accumulation
         given = given | {"gradient_accumulation_steps": accumulation}
         self.engine, *_ = trainer_client.initialize(model=self.model, config=given, **initialize)
@@ -155,6 +168,61 @@ def test_boundaries_in_host_memory_and_on_nvme_give_the_same_bits(
         assert_nothing_left(daemon)
 
 
+@pytest.mark.parametrize(("autocast", "accumulation"), [(False, 3), (True, 1)])
+def test_boundaries_that_are_computed_again_give_the_same_bits(
+    daemons: tuple[Daemon, Daemon], autocast: bool, accumulation: int
+) -> None:
+    def add_hooks(model: Model) -> None:
+        # A computation that calls one of these hooks twice, or not at all, has other values.
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.25, *args[1:]))
+            block.register_forward_hook(lambda *given: given[-1] * 0.75)
+
+    results = []
+    for number, (offload, again) in enumerate(((False, False), (True, True))):
+        given = config(daemons[number], f"again-{autocast}", offload=offload, activations=AGAIN | {"recompute": again})
+        if autocast:
+            given["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        training = Training(given, reentrant=False, accumulation=accumulation, prepare=add_hooks)
+        for step in range(2):
+            training.step(step)
+        report = training.engine.step_report()
+        assert report is not None
+        # The outputs of blocks 0, 2, 4, 6 and 8 are not kept, and that of block 10 stays because it is the newest.
+        itemsize = 2 if autocast else 4
+        assert report.boundaries["again"] == (accumulation * 5 * TOKENS * WIDTH * itemsize if again else 0)
+        results.append(training.finish())
+    assert_same(results[1], results[0])
+    for daemon in daemons:
+        assert_nothing_left(daemon)
+
+
+def test_reentrant_checkpoints_compute_no_boundary_again(daemons: tuple[Daemon, Daemon]) -> None:
+    expected = trained(1, config(daemons[1], "again-reentrant-device", offload=False), reentrant=True)
+    training = Training(config(daemons[0], "again-reentrant", activations=AGAIN), reentrant=True)
+    training.step(0)
+    report = training.engine.step_report()
+    assert report is not None and report.boundaries["again"] == 0
+    assert_same(training.finish(), expected)
+
+
+def test_a_run_whose_boundaries_find_no_room_computes_them_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Daemon(tmp_path / "full", {"host_budget": SMALL, "nvme_budget": "4MiB"}) as daemon:
+        training = Training(config(daemon, "full"), reentrant=False)
+        again = []
+        with caplog.at_level(logging.INFO, "trainer_client.step.recompute_choice"), training.engine:
+            for step in range(13):
+                training.step(step)
+                report = training.engine.step_report()
+                assert report is not None
+                again.append(report.boundaries["again"])
+        assert again == [0] * 6 + [5 * TOKENS * WIDTH * 4] * 7
+        assert "is computed again from now on" in caplog.text
+        assert_nothing_left(daemon)
+
+
 def test_the_report_and_the_admin_tool_show_the_bytes(daemons: tuple[Daemon, Daemon]) -> None:
     for daemon, is_small in zip(daemons, (True, False), strict=True):
         training = Training(config(daemon, "shown"), reentrant=False)
@@ -165,6 +233,7 @@ def test_the_report_and_the_admin_tool_show_the_bytes(daemons: tuple[Daemon, Dae
             # Besides the hidden states there are the two shared tensors, each of which is moved once.
             hidden, scale, chosen = (TOKENS * WIDTH * 4, TOKENS * WIDTH * 4, TOKENS * 8)
             assert sum(report.boundaries[kind] for kind in ("kept", "moved")) == BLOCKS * hidden + scale + chosen
+            assert report.boundaries["again"] == 0
             assert report.boundaries["moved"] >= 10 * hidden
             assert bool(report.boundaries["spilled"]) is is_small
             loss = training.engine(torch.randn(TOKENS, WIDTH))
@@ -187,14 +256,20 @@ def test_gpt2_gives_the_same_bits_on_two_ranks_and_over_streams(
             accumulation=accumulation,
             checkpointing=checkpointing,
             prefer_streams=streams,
-            config=config(daemons[1], f"gpt2-{checkpointing}-{accumulation}-{streams}-{offload}", offload=offload),
+            config=config(
+                daemons[1],
+                f"gpt2-{checkpointing}-{accumulation}-{streams}-{offload}-{again}",
+                offload=offload,
+                activations=AGAIN | {"recompute": again},
+            ),
         )
         for accumulation, streams in ((1, False), (3, True))
-        for offload in (False, True)
+        for offload, again in ((False, False), (True, False), (True, True))
     ]
     results = launch(runs, 2, tmp_path)
-    for whole, moved in zip(results[::2], results[1::2], strict=True):
+    for whole, moved, computed in zip(results[::3], results[1::3], results[2::3], strict=True):
         assert_bit_equal(moved, whole)
+        assert_bit_equal(computed, whole)
     assert_nothing_left(daemons[1])
 
 
@@ -247,12 +322,14 @@ def test_errors_in_forward_and_evaluation_leave_nothing_and_change_nothing(daemo
     assert_nothing_left(small)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("reentrant", "recompute"), [(True, False), (False, False), (False, True)])
 def test_an_error_in_backward_leaves_nothing_and_the_job_resumes(
-    daemons: tuple[Daemon, Daemon], reentrant: bool
+    daemons: tuple[Daemon, Daemon], reentrant: bool, recompute: bool
 ) -> None:
-    expected = trained(2, config(daemons[1], f"backward-device-{reentrant}", offload=False), reentrant=reentrant)
-    job = config(daemons[0], f"backward-{reentrant}")
+    name = f"{reentrant}-{recompute}"
+    expected = trained(2, config(daemons[1], f"backward-device-{name}", offload=False), reentrant=reentrant)
+    activations = AGAIN | {"recompute": recompute}
+    job = config(daemons[0], f"backward-{name}", activations=activations)
     training = Training(job, reentrant=reentrant)
     training.step(0)
     loss = training.engine(torch.randn(TOKENS, WIDTH))
@@ -329,6 +406,7 @@ def test_compiled_blocks_and_kept_bytes_give_the_same_bits(daemons: tuple[Daemon
 
     expected = run(config(daemons[1], "compiled-device", offload=False))
     assert_same(run(config(daemons[0], "compiled")), expected)
+    assert_same(run(config(daemons[0], "compiled-again", activations=AGAIN)), expected)
     kept = config(daemons[0], "kept", activations={"smallest": 1024, "kept": 2 * MIB})
     assert_same(trained(2, kept, reentrant=False), trained(2, config(daemons[1], "on", offload=False), reentrant=False))
     assert_nothing_left(daemons[0])

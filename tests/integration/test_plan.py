@@ -162,9 +162,12 @@ class Tower(nn.Module):
         return hidden.square().mean()
 
 
-def with_boundaries(tmp_path: Path, host_budget: int) -> tuple[dict[str, Any], MemoryPlan, Traffic, Rehearsal]:
+def with_boundaries(
+    tmp_path: Path, host_budget: int, *, recompute: bool = False
+) -> tuple[dict[str, Any], MemoryPlan, Traffic, Rehearsal]:
     """Return a config that moves boundaries, and the plan for it."""
-    raw = config(tmp_path / "state", stage=3, homes=("nvme", "nvme"), bf16=False, activations={"smallest": 4096})
+    raw = config(tmp_path / "state", stage=3, homes=("nvme", "nvme"), bf16=False)
+    raw["paramserver"]["activations"] = {"smallest": 4096, "recompute": recompute}
     raw["paramserver"]["host_budget"] = host_budget
     raw["activation_checkpointing"] = {"cpu_checkpointing": True}
     loaded = load_config(raw, {})
@@ -175,13 +178,18 @@ def with_boundaries(tmp_path: Path, host_budget: int) -> tuple[dict[str, Any], M
     return raw, memory, find_traffic(layout, memory, 1, 1.0, is_cpu=True), rehearsed
 
 
-@pytest.mark.parametrize("host_budget", [64 * MIB, 6 * MIB], ids=["host", "nvme"])
-def test_the_boundaries_of_a_plan_are_those_that_a_run_moves_and_spills(tmp_path: Path, host_budget: int) -> None:
-    raw, memory, traffic, rehearsed = with_boundaries(tmp_path, host_budget)
+@pytest.mark.parametrize(
+    ("host_budget", "recompute"), [(64 * MIB, False), (6 * MIB, False), (64 * MIB, True)], ids=["host", "nvme", "again"]
+)
+def test_the_boundaries_of_a_plan_are_those_that_a_run_moves_and_spills(
+    tmp_path: Path, host_budget: int, recompute: bool
+) -> None:
+    raw, memory, traffic, rehearsed = with_boundaries(tmp_path, host_budget, recompute=recompute)
     need = memory.store
     # The data file has some pages of its own.
     raw["paramserver"]["nvme_budget"] = need.nvme_bytes + MIB // 16
     assert bool(need.spilled_boundary_bytes) is (host_budget == 6 * MIB)
+    assert bool(rehearsed.again_boundary_bytes) is recompute
 
     engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
     with engine:
@@ -201,8 +209,9 @@ def test_the_boundaries_of_a_plan_are_those_that_a_run_moves_and_spills(tmp_path
 
     assert first is not None and last is not None
     assert first.boundaries == {
-        "kept": rehearsed.saved_boundary_bytes - traffic.boundaries,
+        "kept": rehearsed.saved_boundary_bytes - traffic.boundaries - rehearsed.again_boundary_bytes,
         "moved": traffic.boundaries,
+        "again": rehearsed.again_boundary_bytes,
         "spilled": traffic.spilled_boundaries,
     }
     # From the second step on a rank may let two boundaries stay.

@@ -107,6 +107,6 @@ def _about_boundaries(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     for name in ("synchronize_checkpoint_boundary", "profile"):
         if getattr(config.activation_checkpointing, name):
             yield f"activation_checkpointing.{name}", _NOT_MOVED
-    for name in ("kept", "smallest"):
+    for name in ("kept", "smallest", "recompute"):
         if name in config.paramserver.activations.model_fields_set:
             yield f"paramserver.activations.{name}", _NOT_MOVED

@@ -74,6 +74,11 @@ class ActivationsSection(Section):
         description="bytes of boundaries that stay on the device nevertheless, those that backward needs first",
     )
     smallest: ByteSize = Field(default=ByteSize(1 << 20), description="boundaries with fewer bytes stay on the device")
+    recompute: bool | Literal["auto"] = Field(
+        default="auto",
+        description="whether each second boundary is computed again instead of being moved; `auto`: if steps are "
+        "measured to take less time with it, or the store has no room for all",
+    )
 
 
 class UnitsSection(Section):

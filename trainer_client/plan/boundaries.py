@@ -12,12 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainer_client.config.paramserver import UnitsSection
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.step.boundary import Key, Newest, Saved, is_saved_by_checkpoint, key_of, may_leave
+from trainer_client.model.unit_policy import choose_policy, find_units
+from trainer_client.step.boundary import (
+    Again,
+    Key,
+    Newest,
+    Saved,
+    is_movable,
+    is_saved_by_checkpoint,
+    key_of,
+    may_leave,
+)
 from trainer_client.step.recall_depth import MOST_STAYING
+from trainer_client.step.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +40,13 @@ class OffloadRule:
     Attributes:
         smallest_bytes: boundaries with fewer bytes stay.
         kept_bytes: the bytes of the newest boundaries that stay.
+        recomputing: chooses the units that compute each second boundary again; None: all boundaries are kept or move,
+            as at the beginning of a run that chooses by its measured times.
     """
 
     smallest_bytes: int
     kept_bytes: int
+    recomputing: UnitsSection | None = None
 
     @classmethod
     def of(cls, config: TrainingConfig) -> OffloadRule | None:
@@ -38,7 +54,8 @@ class OffloadRule:
         section = config.paramserver.activations
         if not config.offloads_activations:
             return None
-        return cls(smallest_bytes=int(section.smallest), kept_bytes=int(section.kept))
+        units = config.paramserver.units if section.recompute is True else None
+        return cls(smallest_bytes=int(section.smallest), kept_bytes=int(section.kept), recomputing=units)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -49,13 +66,15 @@ class _Boundary:
         key: identifies its bytes when it was saved.
         nbytes: its size.
         begin: the first of its bytes in the storage of `tensor`.
-        tensor: a tensor that has its storage; None: it is in the store.
+        tensor: a tensor that has its storage; None: it is in the store, or has to be computed again.
+        again: see `Boundary`.
     """
 
     key: Key
     nbytes: int
     begin: int
     tensor: torch.Tensor | None
+    again: Again | None = None
 
 
 class RehearsedBoundaries:
@@ -67,62 +86,105 @@ class RehearsedBoundaries:
     Attributes:
         saved_bytes: the bytes of all boundaries.
         moved: the bytes of each boundary that moves to the store, in the order in which they do.
+        again_bytes: the bytes of the boundaries that are freed, and computed again.
     """
 
-    def __init__(self, rule: OffloadRule, number_of: Callable[[torch.UntypedStorage], int]) -> None:
+    def __init__(
+        self, rule: OffloadRule, number_of: Callable[[torch.UntypedStorage], int | None], model: nn.Module
+    ) -> None:
         """Begin without boundaries.
 
         Args:
             rule: decides which of them leave.
-            number_of: returns a number that no other storage has.
+            number_of: returns a number that no other storage has; None for a storage that is not counted.
+            model: the model, whose units may compute boundaries again.
         """
         self.saved_bytes = 0
         self.moved: list[int] = []
+        self.again_bytes = 0
         self._rule = rule
         self._number_of = number_of
         self._known: dict[Key, weakref.ref[_Boundary]] = {}
         self._in_memory: Newest[_Boundary] = Newest(rule.kept_bytes)
         self._unmoved: Newest[_Boundary] = Newest(rule.kept_bytes)
+        self._newest_again: _Boundary | None = None
+        self._segments = Segments(torch.device("cpu"), pack=self._kept_input, key_of=self._key_of)
+        if rule.recomputing is not None:
+            self._segments.is_watching = True
+            units = find_units(model, (), choose_policy(rule.recomputing, None))
+            self._segments.watch(unit.module for unit in units if unit.fqn)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Enclose the forward."""
-        with saved_tensors_hooks(self._pack, _unpack):
-            yield
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._segments.is_watching = False
+            self._segments.forget()
+            self._newest_again = None
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
-        smallest = self._rule.smallest_bytes
-        if not may_leave(tensor, tensor.device, smallest, FakeTensor) or not is_saved_by_checkpoint():
-            # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
-            return tensor if tensor.is_leaf else tensor.detach()
-        key = key_of(tensor, self._number_of(tensor.untyped_storage()))
-        known = self._known.get(key)
-        boundary = None if known is None else known()
-        if boundary is None:
-            boundary = self._save(tensor, key)
-        return Saved.of(boundary, tensor)
+        again, is_boundary = None, False
+        if (key := self._key_of(tensor)) is not None and is_saved_by_checkpoint():
+            again = self._segments.note_saved(tensor) if self._segments.is_watching else None
+            is_boundary = again is not None or may_leave(tensor, tensor.device, self._rule.smallest_bytes, FakeTensor)
+        if key is None or not is_boundary:
+            return _kept(tensor)
+        return Saved.of(self._find(key) or self._save(tensor, key, again), tensor)
 
-    def _save(self, tensor: torch.Tensor, key: Key) -> _Boundary:
-        boundary = _Boundary(key, key[3] - key[2], key[2], tensor.detach())
+    def _kept_input(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
+        key = self._key_of(tensor)
+        boundary = None if key is None else self._find(key)
+        return _kept(tensor) if boundary is None else Saved.of(boundary, tensor)
+
+    def _key_of(self, tensor: torch.Tensor) -> Key | None:
+        """Return the key of a tensor's bytes; None if it can be no boundary, whatever its size."""
+        if not is_movable(tensor, tensor.device, FakeTensor):
+            return None
+        number = self._number_of(tensor.untyped_storage())
+        return None if number is None else key_of(tensor, number)
+
+    def _find(self, key: Key) -> _Boundary | None:
+        known = self._known.get(key)
+        return None if known is None else known()
+
+    def _save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> _Boundary:
+        boundary = _Boundary(key, key[3] - key[2], key[2], tensor.detach(), again)
         self._known[key] = weakref.ref(boundary)
         self.saved_bytes += boundary.nbytes
+        if again is not None:
+            before, self._newest_again = self._newest_again, boundary
+            if before is not None:
+                self.again_bytes += before.nbytes
+                before.tensor = None
+            return boundary
         self.moved += [each.nbytes for each in self._unmoved.add(boundary, 1)]
         for leaving in self._in_memory.add(boundary, MOST_STAYING):
             leaving.tensor = None
         return boundary
 
+    def _unpack(self, packed: torch.Tensor | Saved[_Boundary]) -> torch.Tensor:
+        """Return the tensor for which `_pack` returned `packed`, after its boundary has come back if it had left.
 
-def _unpack(packed: torch.Tensor | Saved[_Boundary]) -> torch.Tensor:
-    """Return the tensor for which `_pack` returned `packed`, after its boundary has come back if it had left.
+        It makes views alone, where `Saved.view` sets a storage, which the rehearsal would count as work of the model.
+        """
+        if not isinstance(packed, Saved):
+            return packed
+        boundary = packed.boundary
+        if boundary.tensor is None and boundary.again is not None:
+            boundary.tensor = boundary.again(self._unpack)
+        elif boundary.tensor is None:
+            boundary.tensor, boundary.begin = torch.empty(boundary.nbytes, dtype=torch.uint8), 0
+        boundary.again = None
+        tensor, begin = boundary.tensor, boundary.begin
+        itemsize = tensor.itemsize
+        flat = tensor.as_strided((boundary.nbytes // itemsize,), (1,), begin // itemsize).view(packed.dtype)
+        return flat.as_strided(packed.size, packed.stride, begin // packed.dtype.itemsize + packed.offset)
 
-    It makes views alone, where `Saved.view` sets a storage, which the rehearsal would count as work of the model.
-    """
-    if not isinstance(packed, Saved):
-        return packed
-    boundary = packed.boundary
-    if boundary.tensor is None:
-        boundary.tensor, boundary.begin = torch.empty(boundary.nbytes, dtype=torch.uint8), 0
-    tensor, begin = boundary.tensor, boundary.begin
-    itemsize = tensor.itemsize
-    flat = tensor.as_strided((boundary.nbytes // itemsize,), (1,), begin // itemsize).view(packed.dtype)
-    return flat.as_strided(packed.size, packed.stride, begin // packed.dtype.itemsize + packed.offset)
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what torch keeps of a tensor that is no boundary."""
+    # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
+    return tensor if tensor.is_leaf else tensor.detach()

@@ -138,7 +138,7 @@ def plan_memory(
     kept = _kept_gradients(layout, config)
     rule = gradient_rule(layout, config, kept if device == "cpu" else {})
     peak = rehearsal.peak_bytes(rule, in_heap=device == "cpu")
-    gathered, gathered_why = _gathered(layout, device)
+    gathered, gathered_why = _gathered(layout, device, reruns=rehearsal.again_boundary_bytes > 0)
     lines = [
         _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
         _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
@@ -230,8 +230,11 @@ def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
     return copies if section.reattach_timeout_seconds and fits else {}
 
 
-def _gathered(layout: Layout, device: str) -> tuple[int, str]:
-    """Return the bytes of the units that are gathered at once, and a text that says why."""
+def _gathered(layout: Layout, device: str, *, reruns: bool) -> tuple[int, str]:
+    """Return the bytes of the units that are gathered at once, and a text that says why.
+
+    With `reruns`, a unit runs again while the one behind it is gathered for its backward.
+    """
     if layout.residence is not Residence.SHARDED:
         return 0, ""
     root, *others = layout.units

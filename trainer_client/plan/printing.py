@@ -69,18 +69,19 @@ def _about_boundaries(plan: Plan) -> list[str]:
         return []
     smallest = int(plan.settings.paramserver.activations.smallest)
     saved, moved = plan.rehearsal.saved_boundary_bytes, sum(plan.rehearsal.boundaries)
-    if not moved:
+    spilled, again = plan.memory.store.spilled_boundary_bytes, plan.rehearsal.again_boundary_bytes
+    if not moved and not again:
         return [
             f"No boundary of an activation checkpoint leaves the device: the model as it is built here saves {saved} "
             f"bytes in boundaries of at least {smallest} bytes, and the newest stays. A model with checkpoints can be "
             "given as MODULE:CALLABLE."
         ]
-    spilled = plan.memory.store.spilled_boundary_bytes
     return [
-        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. All but the newest, and but "
-        f"paramserver.activations.kept, move to the store, {moved} bytes, and come back in the backward pass. The "
-        f"memory of the rank is counted as if the newest {MOST_STAYING} stayed. Whether one or two stay is measured by "
-        "the rank.",
+        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. It frees {again} of them, "
+        "because the block before computes them again in backward (paramserver.activations.recompute). All others but "
+        f"the newest, and but paramserver.activations.kept, move to the store, {moved} bytes, and come back in the "
+        f"backward pass. The memory of the rank is counted as if the newest {MOST_STAYING} stayed. Whether one or two "
+        "stay is measured by the rank.",
         f"{spilled} bytes of boundaries of all ranks find no room in the host budget, if the ranks move theirs at the "
         "same time. NVMe writes them once in each forward, the oldest first, and reads them once in its backward."
         if spilled

@@ -81,6 +81,7 @@ class Rehearsal:
         boundaries: the bytes of each boundary of an activation checkpoint that moves to the store, oldest first; empty
             if all stay on the device.
         saved_boundary_bytes: the bytes of all boundaries, if some may leave.
+        again_boundary_bytes: the bytes of those that are freed in the forward and computed again in the backward.
     """
 
     operations: Mapping[Operation, int]
@@ -89,6 +90,7 @@ class Rehearsal:
     tokens: int
     boundaries: Sequence[int] = ()
     saved_boundary_bytes: int = 0
+    again_boundary_bytes: int = 0
 
     def peak_bytes(self, rule: GradientRule, *, in_heap: bool) -> int:
         """Return the most bytes of activations, temporary results and gradients at once.
@@ -222,9 +224,9 @@ class _Live(TorchDispatchMode):
         """Note a tensor whose bytes are not counted."""
         self._seen[tensor.untyped_storage()._cdata] = next(self._numbers)
 
-    def number_of(self, storage: torch.UntypedStorage) -> int:
-        """Return the number of a storage, which no other one gets."""
-        return self._seen[storage._cdata]
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of a storage, which no other one gets; None if it is not counted."""
+        return self._seen.get(storage._cdata)
 
     def note_gradient(self, fqn: str) -> None:
         """Note that a parameter's gradient was computed."""
@@ -284,7 +286,7 @@ def rehearse(
         for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
             live.know(tensor)
         _install(model, live)
-        boundaries = None if offload is None else RehearsedBoundaries(offload, live.number_of)
+        boundaries = None if offload is None else RehearsedBoundaries(offload, live.number_of, model)
         try:
             with live:
                 with nullcontext() if boundaries is None else boundaries.saving():
@@ -307,6 +309,7 @@ def rehearse(
         tokens=max((t.numel() for t in inputs.values() if not t.is_floating_point()), default=0),
         boundaries=() if boundaries is None else tuple(boundaries.moved),
         saved_boundary_bytes=0 if boundaries is None else boundaries.saved_bytes,
+        again_boundary_bytes=0 if boundaries is None else boundaries.again_bytes,
     )
 
 

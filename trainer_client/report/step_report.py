@@ -70,7 +70,7 @@ class StepReport:
         binding: the resource that needed the most time.
         daemon_restarts: how often the store daemon was restarted in this step.
         boundaries: bytes of the boundaries of activation checkpoints, if they may leave the device: `kept` there,
-            `moved` to the store, and `spilled` by the store to NVMe.
+            `moved` to the store, computed `again`, and `spilled` by the store to NVMe.
     """
 
     step: int
@@ -266,8 +266,9 @@ def make_report(
         binding=max(resources, key=lambda resource: resources[resource]),
         daemon_restarts=sums.restarts,
         boundaries={
-            "kept": sums.boundary_bytes["saved"] - sums.boundary_bytes["moved"],
+            "kept": sums.boundary_bytes["saved"] - sums.boundary_bytes["moved"] - sums.boundary_bytes["again"],
             "moved": sums.boundary_bytes["moved"],
+            "again": sums.boundary_bytes["again"],
             "spilled": work.spilled_activations,
         },
     )

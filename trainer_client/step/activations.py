@@ -16,6 +16,11 @@ copies the bytes, and the lease is parked. When backward takes a boundary, the o
 hide the time of a recall behind the backward of the parts between; the nearest of them begins its copy to the device.
 What comes back stays on the device until torch drops it. If the store has no room, a boundary stays where it is.
 
+[Note: boundaries that are computed again] While `RecomputeChoice.is_on`, a boundary that is the output of a segment
+(see segments.py) is not kept at all, if the inputs of that segment are: this is each second one in a row of blocks. Its
+bytes are freed when the next such boundary is saved. When backward takes it, the segment runs again, before torch runs
+the block whose input it is.
+
 [Note: who drops a boundary] torch drops what `pack` returned when the backward of that part is over, or the graph is
 gone. This may happen on any thread and within any call, so `Boundary.__del__` only puts the lease into a queue, which
 the next call of `Activations` empties.
@@ -27,13 +32,13 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.utils.checkpoint
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -43,6 +48,7 @@ from trainer_client.lanes.lanes import CopyAhead, Lanes
 from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.step.boundary import (
     CHANGED,
+    Again,
     Boundary,
     Dropped,
     Kept,
@@ -50,11 +56,14 @@ from trainer_client.step.boundary import (
     Newest,
     Saved,
     check_version,
+    is_movable,
     is_saved_by_checkpoint,
     key_of,
     may_leave,
 )
 from trainer_client.step.recall_depth import MOST_LEAVING, RecallDepth
+from trainer_client.step.recompute_choice import RecomputeChoice, StepWaits
+from trainer_client.step.segments import Segments
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
@@ -72,6 +81,7 @@ class Activations:
         device: the device of the rank; tensors of other devices are left alone.
         kept_bytes: the bytes of the newest boundaries that stay on the device.
         smallest_bytes: boundaries with fewer bytes stay there, too.
+        choice: says whether boundaries are computed again.
         synchronizes: whether to wait for the device at each boundary.
         profiles: whether to log bytes and waits of each step.
     """
@@ -85,6 +95,7 @@ class Activations:
         *,
         kept_bytes: int,
         smallest_bytes: int,
+        choice: RecomputeChoice,
         synchronizes: bool = False,
         profiles: bool = False,
     ) -> None:
@@ -93,6 +104,10 @@ class Activations:
         self._recorder = recorder
         self._device = device
         self._smallest_bytes = smallest_bytes
+        self._choice = choice
+        self._segments = Segments(device, pack=self._kept_input, key_of=self._key_if_movable)
+        # The newest boundary that is to be computed again, which has not left the device yet.
+        self._newest_again: weakref.ref[Boundary] | None = None
         self._synchronizes = synchronizes and device.type != CPU
         self._profiles = profiles
         self._next_index = 0
@@ -117,6 +132,12 @@ class Activations:
         self._refused_bytes: int | None = None
         self._has_warned = False
         self._sums = _Sums()
+        self._step_began = time.monotonic()
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules compute boundaries again, where checkpoints enclose them."""
+        if self._choice.mode is not False:
+            self._segments.watch(modules)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -124,6 +145,7 @@ class Activations:
         self._collect()
         self._depth.pause()
         self._sent = 0
+        self._segments.is_watching = self._choice.is_on
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -132,6 +154,9 @@ class Activations:
                 self._next_lease[1].release_when_granted()
                 self._next_lease = None
             self._sent_before = self._sent
+            self._segments.is_watching = False
+            self._segments.forget()
+            self._newest_again = None
             self._collect()
 
     def close(self) -> None:
@@ -140,13 +165,16 @@ class Activations:
         for boundary in boundaries:
             if boundary.leaving is None or boundary.leaving.is_done:
                 boundary.give_up()
+        self._segments.close()
         self._dropped.clear()
         self._landing.clear()
         self._parking.clear()
         self._released = self._next_lease = None
 
     def end_step(self, step: int) -> None:
-        """Give back all boundaries, because the step is over and no backward of its forwards follows. It does not wait.
+        """Give back all boundaries, because the step is over and no backward of its forwards follows.
+
+        All ranks must call this. It waits for them if they choose whether boundaries are computed again.
 
         torch may keep the graph of a forward that has failed, or had no backward, for as long as the process lives.
         """
@@ -157,30 +185,40 @@ class Activations:
                 self._dropped.append(boundary.give_up())
         self._staying.clear()
         self._collect()
-        self._refused_bytes = None
+        refused, self._refused_bytes = self._refused_bytes, None
         sums, self._sums = self._sums, _Sums()
+        began, self._step_began = self._step_began, time.monotonic()
+        waited = sums.out_seconds + sums.in_seconds
+        self._choice.end_step(
+            StepWaits(
+                seconds=self._step_began - began,
+                waited_seconds=waited,
+                again_bytes=sums.again_bytes,
+                is_refused=refused is not None,
+            )
+        )
         if self._profiles and sums.saved_bytes:
             log.info(
-                "boundaries of step %d: %d bytes, %d of them moved to the store; waited %.3f s for room in the store, "
-                "and %.3f s for bytes from it",
-                *(step, sums.saved_bytes, sums.moved_bytes, sums.out_seconds, sums.in_seconds),
+                "boundaries of step %d: %d bytes, %d of them moved to the store and %d computed again; waited %.3f s "
+                "for room in the store, and %.3f s for bytes from it",
+                *(step, sums.saved_bytes, sums.moved_bytes, sums.again_bytes, sums.out_seconds, sums.in_seconds),
             )
 
     # These methods are called by torch.
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
         """Return what torch keeps for a tensor that it saves."""
-        if not may_leave(tensor, self._device, self._smallest_bytes) or not is_saved_by_checkpoint():
-            # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
-            return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        again = None
+        if self._segments.is_watching and is_saved_by_checkpoint():
+            again = self._segments.note_saved(tensor)
+        # A boundary that is computed again may have any size; see segments.py [Note: segments and ranks].
+        if again is None and not (may_leave(tensor, self._device, self._smallest_bytes) and is_saved_by_checkpoint()):
+            return Kept.of(tensor)
         self._collect()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
-        key = key_of(tensor, StorageWeakRef(tensor.untyped_storage()))
-        known = self._known.get(key)
-        boundary = None if known is None else known()
-        if boundary is None:
-            boundary = self._save(tensor, key)
+        key = _key_of(tensor)
+        boundary = self._find(key) or self._save(tensor, key, again)
         return Saved.of(boundary, tensor)
 
     def _unpack(self, packed: Kept | Saved[Boundary]) -> torch.Tensor:
@@ -191,7 +229,10 @@ class Activations:
         self._collect()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
-        if boundary.data is None:
+        if boundary.data is None and boundary.again is not None:
+            boundary.take(boundary.again(self._unpack))
+            boundary.again = None
+        elif boundary.data is None:
             self._bring_back(boundary)
         elif boundary.tensor is not None:
             check_version(boundary.tensor, boundary.key[1])
@@ -200,15 +241,50 @@ class Activations:
         self._depth.resume()
         return packed.view(boundary.data)
 
+    # These methods are for boundaries that are computed again.
+
+    def _kept_input(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
+        """Return what a segment keeps for one of its inputs."""
+        key = self._key_if_movable(tensor)
+        boundary = None if key is None else self._find(key)
+        return Kept.of(tensor) if boundary is None else Saved.of(boundary, tensor)
+
+    def _key_if_movable(self, tensor: torch.Tensor) -> Key | None:
+        """Return the key of a tensor's bytes; None if it can be no boundary, whatever its size."""
+        return _key_of(tensor) if is_movable(tensor, self._device) else None
+
+    def _let_go(self, boundary: Boundary) -> None:
+        """Keep the bytes of a boundary no longer, because they can be computed again."""
+        assert boundary.tensor is not None, "it stayed until now"
+        if boundary.tensor._version != boundary.key[1]:
+            # It stays, and `_unpack` raises torch's error for a tensor that was changed.
+            boundary.again = None
+            return
+        boundary.data = boundary.tensor = None
+        self._sums.again_bytes += boundary.nbytes
+        self._recorder.boundary(again=boundary.nbytes)
+
     # These methods move boundaries to the store.
 
-    def _save(self, tensor: torch.Tensor, key: Key) -> Boundary:
+    def _find(self, key: Key) -> Boundary | None:
+        """Return the boundary that has these bytes, if torch has not dropped it."""
+        known = self._known.get(key)
+        return None if known is None else known()
+
+    def _save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> Boundary:
         """Return a new boundary, which stays where it is for now, and send older ones to the store."""
         boundary = Boundary.of(tensor, key, self._next_index, self._dropped)
         self._next_index += 1
         self._sums.saved_bytes += boundary.nbytes
         self._recorder.boundary(saved=boundary.nbytes)
         self._known[key] = self._order[boundary.index] = weakref.ref(boundary)
+        if again is not None:
+            boundary.again = again
+            before = None if self._newest_again is None else self._newest_again()
+            if before is not None:
+                self._let_go(before)
+            self._newest_again = weakref.ref(boundary)
+            return boundary
         for leaving in self._staying.add(boundary, self._depth.staying):
             self._send(leaving)
         return boundary
@@ -448,8 +524,13 @@ class _Sums:
 
     saved_bytes: int = 0
     moved_bytes: int = 0
+    again_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
+
+
+def _key_of(tensor: torch.Tensor) -> Key:
+    return key_of(tensor, StorageWeakRef(tensor.untyped_storage()))
 
 
 def _has_left(reference: weakref.ref[Boundary]) -> bool:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -45,10 +45,20 @@ class Kept:
     tensor: torch.Tensor
     version: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
+        """Return a tensor as it is now."""
+        # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
+        return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
     def unpack(self) -> torch.Tensor:
         """Return the tensor; raise torch's error if it was changed since."""
         check_version(self.tensor, self.version)
         return self.tensor
+
+
+Again = Callable[[Callable[[Any], torch.Tensor]], torch.Tensor]
+"""Computes the tensor of a boundary, given the function that returns the tensor of what torch keeps."""
 
 
 class AnyBoundary(Protocol):
@@ -56,6 +66,7 @@ class AnyBoundary(Protocol):
 
     key: Key
     nbytes: int
+    again: Again | None
 
 
 BoundaryT = TypeVar("BoundaryT", bound=AnyBoundary)
@@ -101,6 +112,7 @@ class Boundary:
         coming: the recall of a parked lease that was requested.
         ahead: the copy from the lease to the device.
         is_changed: whether the tensor was changed in place before it was copied.
+        again: computes a tensor that has its bytes, if it is to be computed again.
     """
 
     index: int
@@ -114,6 +126,7 @@ class Boundary:
     coming: Pending[LeasedBytes] | None = None
     ahead: CopyAhead | None = None
     is_changed: bool = False
+    again: Again | None = None
 
     def __del__(self) -> None:
         """Hand over what is to be given back; see [Note: who drops a boundary]."""
@@ -122,15 +135,27 @@ class Boundary:
     @classmethod
     def of(cls, tensor: torch.Tensor, key: Key, index: int, dropped: deque[Dropped]) -> Boundary:
         """Return the boundary of a tensor on the device, whose bytes are the ones of `key`."""
-        nbytes = key[3] - key[2]
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        data.set_(tensor.untyped_storage(), key[2], (nbytes,), (1,))
-        return cls(index=index, key=key, nbytes=nbytes, dropped=dropped, data=data, tensor=tensor.detach())
+        data = _bytes_of(tensor, key)
+        return cls(index=index, key=key, nbytes=key[3] - key[2], dropped=dropped, data=data, tensor=tensor.detach())
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Have the bytes of a tensor that was computed again.
+
+        Raises:
+            RuntimeError: the tensor lies in another way in its storage than the one that was saved.
+        """
+        if range_of(tensor) != self.key[2:]:
+            raise RuntimeError(
+                f"a checkpointed module has returned {list(tensor.shape)} with strides {list(tensor.stride())} when it "
+                "was run again, which takes other bytes than in the forward: set paramserver.activations.recompute to "
+                "false"
+            )
+        self.data = _bytes_of(tensor, self.key)
 
     def give_up(self) -> Dropped:
         """Return what is to be given back, after which the boundary has no bytes. Idempotent."""
         given_back = Dropped(self.index, self.key, self.lease, self.ahead)
-        self.data = self.tensor = self.lease = self.ahead = self.coming = None
+        self.data = self.tensor = self.lease = self.ahead = self.coming = self.again = None
         return given_back
 
 
@@ -191,14 +216,19 @@ def may_leave(
         smallest_bytes: a boundary with fewer bytes stays.
         kind: the class of the rank's tensors; those of other classes stay.
     """
-    if type(tensor) is not kind or tensor.device != device or tensor.layout is not torch.strided:
-        return False
-    if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad) or not tensor.numel():
-        return False
-    if isinstance(tensor._base, nn.Parameter):
+    if not is_movable(tensor, device, kind) or not tensor.numel():
         return False
     begin, end = range_of(tensor)
     return end - begin >= smallest_bytes
+
+
+def is_movable(tensor: torch.Tensor, device: torch.device, kind: type[torch.Tensor] = torch.Tensor) -> bool:
+    """Return whether a tensor could leave its device if it were large enough; see `may_leave`."""
+    if type(tensor) is not kind or tensor.device != device or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad):
+        return False
+    return not isinstance(tensor._base, nn.Parameter)
 
 
 def key_of(tensor: torch.Tensor, storage: Hashable) -> Key:
@@ -210,12 +240,20 @@ def key_of(tensor: torch.Tensor, storage: Hashable) -> Key:
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes [begin, end) of its storage that are moved for a tensor; see the note on storages."""
     whole = tensor.untyped_storage().nbytes()
+    if not tensor.numel():
+        return 0, whole
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = int(span) * tensor.itemsize
     if 2 * nbytes >= whole:
         return 0, whole
     begin = int(tensor.storage_offset()) * tensor.itemsize
     return begin, begin + nbytes
+
+
+def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
+    """Return the bytes of `key` [n], uint8, in the storage of a tensor."""
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return data.set_(tensor.untyped_storage(), key[2], (key[3] - key[2],), (1,))
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:

@@ -45,14 +45,13 @@ compiled unit is cut in two at the place where the parameter is used, unless it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -68,6 +67,7 @@ from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.trace import Clock, Trace
+from trainer_client.step.transforms import is_transformed, outside_of_transforms
 from trainer_client.step.updates import Updates
 
 # The number of the graph task, as torch returns it outside of autograd.
@@ -400,7 +400,7 @@ class UnitHooks:
         """Have `before` and `after` called around the module's forward, and note it as a use of `unit` in `slot`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            with _outside_of_transforms():
+            with outside_of_transforms():
                 self._enter(unit, module, slot)
             return before(args, kwargs) if before is not None else None
 
@@ -410,7 +410,7 @@ class UnitHooks:
             self._running[-1].has_returned = True
 
         def leave(_: nn.Module, __: Any, ___: Any) -> None:
-            with _outside_of_transforms():
+            with outside_of_transforms():
                 self._leave(module)
 
         self._module_hooks += [
@@ -502,7 +502,7 @@ class UnitHooks:
         # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
         # exception, because it has run that forward without gradients.
         is_recomputed = self.phase is Phase.BACKWARD and self._open[slot]
-        if torch.is_grad_enabled() and not is_recomputed and not _is_transformed():
+        if torch.is_grad_enabled() and not is_recomputed and not is_transformed():
             self._watch_inputs(unit, slot, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
@@ -510,7 +510,7 @@ class UnitHooks:
 
         If the unit returns its own parameters, hold it for its caller, too.
         """
-        if _is_transformed():
+        if is_transformed():
             frame.may_release = False
             return
         tree = TensorTree.of(output)
@@ -712,13 +712,3 @@ class UnitHooks:
         self._residency.release_all(keep=keep)
         self._in_backward.clear()
         self._almost_over.clear()
-
-
-def _is_transformed() -> bool:
-    """Return whether a transform of torch.func, such as `grad` or `vmap`, runs; see [Note: hooks and torch.func]."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def _outside_of_transforms() -> AbstractContextManager[Any]:
-    """Return a context in which no transform runs, because a transform refuses to fill and to free a flat buffer."""
-    return temporarily_clear_interpreter_stack() if _is_transformed() else nullcontext()

@@ -1,0 +1,281 @@
+"""The segments of a model that activation checkpoints enclose, which can compute the boundary that follows them again.
+
+The inputs of a checkpointed segment are boundaries, and its output is the next boundary, if the model passes it on as
+it is. This module owns what it has noted of the newest segment: the module, its inputs, and the states of the random
+generators and of autocast. It must never hold the bytes of a boundary, nor decide which boundary is computed again.
+
+[Note: which modules are segments] A segment is a watched module during whose forward, or just before it, a checkpoint
+has saved its inputs: transformers' blocks have the checkpoint within their forward, hand-written models around it. All
+inputs of the module that have gradients must be among those that the checkpoint saved, so that a segment holds no
+tensor that would be freed without it. torch tells of a reentrant checkpoint when its function is over, and runs it
+without gradients, so a module within one is no segment.
+
+[Note: the same values] A segment runs again as torch.utils.checkpoint runs it: with gradients, because torch chooses
+other kernels without them, within a checkpoint, so that it keeps nothing for a backward pass, and with the generators,
+autocast and default device of its first forward.
+
+[Note: segments and ranks] Where a unit is gathered by all ranks together, all of them must run the same segments again.
+So which modules are segments, and which boundaries they can compute, follows from the order of the model's calls and
+from which tensors it passes on, never from sizes or times, which differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.hooks import RemovableHandle
+
+from trainer_client.device import CPU
+from trainer_client.step.boundary import Again, Key, Saved
+from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.step.transforms import is_transformed
+
+# A tensor by the key of its bytes, its first element, its shape and its strides.
+_Place = tuple[Key, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input tensor of a segment.
+
+    Attributes:
+        packed: what the owner of the boundaries keeps for the tensor.
+        requires_grad: whether autograd follows it.
+    """
+
+    packed: Any
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    """What a forward depends on besides its inputs: random generators, autocast by type of device, default device."""
+
+    device: torch.device
+    cpu_state: torch.Tensor
+    device_numbers: list[int]
+    device_states: list[torch.Tensor]
+    autocast: Mapping[str, tuple[bool, torch.dtype, bool]]
+    default_device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Surroundings:
+        numbers, states = get_device_states(torch.empty(0, device=device))
+        return cls(
+            device=device,
+            cpu_state=torch.get_rng_state(),
+            device_numbers=numbers,
+            device_states=states,
+            autocast={
+                kind: (
+                    torch.is_autocast_enabled(kind),
+                    torch.get_autocast_dtype(kind),
+                    torch.is_autocast_cache_enabled(),
+                )
+                for kind in {CPU, device.type}
+            },
+            default_device=torch.get_default_device(),
+        )
+
+    def restore(self, restored: ExitStack) -> None:
+        """Set all of it until `restored` ends."""
+        restored.enter_context(torch.random.fork_rng(self.device_numbers, device_type=self.device.type))
+        torch.set_rng_state(self.cpu_state)
+        set_device_states(self.device_numbers, self.device_states, device_type=self.device.type)
+        for kind, (enabled, dtype, caches) in self.autocast.items():
+            restored.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=caches))
+        if torch.get_default_device() != self.default_device:
+            restored.enter_context(self.default_device)
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """A forward of a segment, which can be run again.
+
+    Attributes:
+        module: the module.
+        inputs: its positional and keyword arguments, with an Input in the place of each tensor.
+        surroundings: what else its result depends on.
+        outputs: the number of each output tensor, by its place.
+    """
+
+    module: nn.Module
+    inputs: tuple[Any, Any]
+    surroundings: _Surroundings
+    outputs: dict[_Place, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Forward:
+    """A forward under way of a watched module, which may turn out to be a segment.
+
+    Attributes:
+        tensors: its input tensors, with their versions.
+    """
+
+    module: nn.Module
+    inputs: tuple[Any, Any]
+    tensors: list[tuple[torch.Tensor, int]]
+    surroundings: _Surroundings
+
+
+class Segments:
+    """Watches modules, and knows the newest segment.
+
+    Attributes:
+        is_watching: whether segments are noted.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pack: Callable[[torch.Tensor], Any],
+        key_of: Callable[[torch.Tensor], Key | None],
+    ) -> None:
+        """Watch no module yet.
+
+        Args:
+            device: the device of the model.
+            pack: returns what is kept for an input of a segment.
+            key_of: returns the identity of the bytes of a tensor; None for one that can be no boundary.
+        """
+        self.is_watching = False
+        self._device = device
+        self._pack = pack
+        self._key_of = key_of
+        # The tensors that checkpoints have saved since the last forward of a watched module ended.
+        self._saved: set[_Place] = set()
+        self._running: _Forward | None = None
+        self._newest: Segment | None = None
+        # The module that is run again, and its output tensors once it has returned.
+        self._repeated: nn.Module | None = None
+        self._results: tuple[torch.Tensor, ...] = ()
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Note the forwards of these modules that are segments; see [Note: which modules are segments]."""
+        for module in modules:
+            # The hook comes before those of the user, which may change the inputs and are called again with the module.
+            self._handles += [
+                module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True, with_kwargs=True),
+                module.register_forward_hook(torch.compiler.disable(self._leave)),
+            ]
+
+    def note_saved(self, tensor: torch.Tensor) -> Again | None:
+        """Take note of a tensor that a checkpoint saves, and return what computes it again.
+
+        It is None if the tensor is no output of the newest segment, or an input of that segment is to be computed again
+        itself.
+        """
+        if (place := self._place_of(tensor)) is None:
+            return None
+        self._saved.add(place)
+        segment = self._newest
+        if segment is None or (number := segment.outputs.get(place)) is None:
+            return None
+        inputs = (kept for kept in _inputs_of(segment) if isinstance(kept.packed, Saved))
+        if any(kept.packed.boundary.again is not None for kept in inputs):
+            return None
+        return partial(self._run, segment, number)
+
+    def forget(self) -> None:
+        """Forget the newest segment, because the forward is over."""
+        self._saved.clear()
+        self._running = self._newest = None
+
+    def close(self) -> None:
+        """Watch no module any more. Idempotent."""
+        self.forget()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_watching or is_transformed():
+            return
+        self._running = None
+        tensors = TensorTree.of((args, kwargs)).tensors
+        # Tensors of inference mode have no versions.
+        if torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in tensors):
+            self._running = _Forward(
+                module=module,
+                inputs=(args, kwargs),
+                tensors=[(tensor, tensor._version) for tensor in tensors],
+                surroundings=_Surroundings.now(self._device),
+            )
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._repeated is module:
+            self._results = tuple(tensor.detach() for tensor in TensorTree.of(output).tensors)
+        if not self.is_watching or is_transformed():
+            return
+        running, self._running, self._newest = self._running, None, None
+        saved, self._saved = self._saved, set()
+        if running is None or running.module is not module or not saved or not self._has_only(running, saved):
+            return
+        outputs = {
+            place: number
+            for number, tensor in enumerate(TensorTree.of(output).tensors)
+            if (place := self._place_of(tensor)) is not None
+        }
+        kept = tree_map_only(torch.Tensor, self._keep, running.inputs)
+        self._newest = Segment(module=module, inputs=kept, surroundings=running.surroundings, outputs=outputs)
+
+    def _has_only(self, running: _Forward, saved: set[_Place]) -> bool:
+        """Return whether the inputs are as they were, and those with gradients are among what a checkpoint saved."""
+        return all(
+            tensor._version == version
+            and (tensor.is_leaf or not tensor.requires_grad or self._place_of(tensor) in saved)
+            for tensor, version in running.tensors
+        )
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | Input:
+        # torch would see a released parameter being used if it were packed.
+        return tensor if isinstance(tensor, nn.Parameter) else Input(self._pack(tensor), tensor.requires_grad)
+
+    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+        if (key := self._key_of(tensor)) is None:
+            return None
+        return key, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+    def _run(self, segment: Segment, number: int, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Run a segment again, and return the output tensor of this number, detached.
+
+        `unpack` returns the tensor for which `pack` has returned its argument. What the forward raises is passed on.
+        """
+
+        def tensor_of(kept: Input) -> torch.Tensor:
+            return unpack(kept.packed).detach().requires_grad_(kept.requires_grad)
+
+        args, kwargs = tree_map_only(Input, tensor_of, segment.inputs)
+        self._repeated = segment.module
+        try:
+            with ExitStack() as restored:
+                segment.surroundings.restore(restored)
+                restored.enter_context(torch.enable_grad())
+                # The class may have a `__call__` of its own, which was called before the hook that noted the inputs.
+                checkpoint(
+                    partial(nn.Module.__call__, segment.module),
+                    *args,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    **kwargs,
+                )
+            return self._results[number]
+        finally:
+            self._repeated, self._results = None, ()
+
+
+def _inputs_of(segment: Segment) -> list[Input]:
+    found: list[Input] = []
+    tree_map_only(Input, found.append, segment.inputs)
+    return found
