@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,22 +169,40 @@ def test_boundaries_in_host_memory_and_on_nvme_give_the_same_bits(
         assert_nothing_left(daemon)
 
 
-@pytest.mark.parametrize(("autocast", "accumulation"), [(False, 3), (True, 1)])
+class Inside(Block):
+    """A block that has the checkpoint within its forward, as those of transformers have."""
+
+    def forward(self, *args: Any) -> Any:
+        """Return what the block does."""
+        return checkpoint(partial(Block.forward, self), *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "autocast", "accumulation"), [(Block, False, 3), (Block, True, 1), (Inside, False, 1)]
+)
 def test_boundaries_that_are_computed_again_give_the_same_bits(
-    daemons: tuple[Daemon, Daemon], autocast: bool, accumulation: int
+    daemons: tuple[Daemon, Daemon], kind: type[Block], autocast: bool, accumulation: int
 ) -> None:
-    def add_hooks(model: Model) -> None:
+    def prepare(model: Model) -> None:
+        for block in model.blocks:
+            block.__class__ = kind
+        if kind is Inside:
+            model.checkpoint = lambda block, *args, use_reentrant: block(*args)
         # A computation that calls one of these hooks twice, or not at all, has other values.
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.25, *args[1:]))
+            block.register_forward_pre_hook(lambda _, args: (args[0], args[1] * 1.25, *args[2:]))
             block.register_forward_hook(lambda *given: given[-1] * 0.75)
 
     results = []
     for number, (offload, again) in enumerate(((False, False), (True, True))):
-        given = config(daemons[number], f"again-{autocast}", offload=offload, activations=AGAIN | {"recompute": again})
+        job = f"again-{kind.__name__}-{autocast}"
+        given = config(daemons[number], job, offload=offload, activations=AGAIN | {"recompute": again})
         if autocast:
             given["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        training = Training(given, reentrant=False, accumulation=accumulation, prepare=add_hooks)
+        training = Training(given, reentrant=False, accumulation=accumulation, prepare=prepare)
+        # These hooks are called before those of the engine.
+        for block in training.model.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0], args[1] * 0.9, *args[2:]), prepend=True)
         for step in range(2):
             training.step(step)
         report = training.engine.step_report()
@@ -197,9 +216,22 @@ def test_boundaries_that_are_computed_again_give_the_same_bits(
         assert_nothing_left(daemon)
 
 
-def test_reentrant_checkpoints_compute_no_boundary_again(daemons: tuple[Daemon, Daemon]) -> None:
-    expected = trained(1, config(daemons[1], "again-reentrant-device", offload=False), reentrant=True)
-    training = Training(config(daemons[0], "again-reentrant", activations=AGAIN), reentrant=True)
+def enclosing(block: Block, *args: Any, use_reentrant: bool) -> Any:
+    """Checkpoint a function that calls the block, and may do more."""
+    return checkpoint(lambda *given: block(*given) * 1.5, *args, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_that_are_reentrant_or_enclose_more_than_a_block_compute_no_boundary_again(
+    daemons: tuple[Daemon, Daemon], reentrant: bool
+) -> None:
+    def enclose(model: Model) -> None:
+        if not reentrant:
+            model.checkpoint = enclosing
+
+    how: dict[str, Any] = {"reentrant": reentrant, "prepare": enclose}
+    expected = trained(1, config(daemons[1], f"not-again-device-{reentrant}", offload=False), **how)
+    training = Training(config(daemons[0], f"not-again-{reentrant}", activations=AGAIN), **how)
     training.step(0)
     report = training.engine.step_report()
     assert report is not None and report.boundaries["again"] == 0

@@ -25,9 +25,9 @@ from trainer_client.step.boundary import (
     Newest,
     Saved,
     is_movable,
-    is_saved_by_checkpoint,
     key_of,
     may_leave,
+    saving_checkpoint,
 )
 from trainer_client.step.recall_depth import MOST_STAYING
 from trainer_client.step.segments import Segments
@@ -127,8 +127,8 @@ class RehearsedBoundaries:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
         again, is_boundary = None, False
-        if (key := self._key_of(tensor)) is not None and is_saved_by_checkpoint():
-            again = self._segments.note_saved(tensor) if self._segments.is_watching else None
+        if (key := self._key_of(tensor)) is not None and (checkpoint := saving_checkpoint()) is not None:
+            again = self._segments.note_saved(tensor, checkpoint) if self._segments.is_watching else None
             is_boundary = again is not None or may_leave(tensor, tensor.device, self._rule.smallest_bytes, FakeTensor)
         if key is None or not is_boundary:
             return _kept(tensor)

@@ -77,11 +77,11 @@ def _about_boundaries(plan: Plan) -> list[str]:
             "given as MODULE:CALLABLE."
         ]
     return [
-        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. It frees {again} of them, "
-        "because the block before computes them again in backward (paramserver.activations.recompute). All others but "
-        f"the newest, and but paramserver.activations.kept, move to the store, {moved} bytes, and come back in the "
-        f"backward pass. The memory of the rank is counted as if the newest {MOST_STAYING} stayed. Whether one or two "
-        "stay is measured by the rank.",
+        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. "
+        + (f"It frees {again} of them, which the block before computes again in backward. " if again else "")
+        + "All others but the newest, and but paramserver.activations.kept, move to the store, "
+        f"{moved} bytes, and come back in the backward pass. The memory of the rank is counted as if the newest "
+        f"{MOST_STAYING} stayed. Whether one or two stay is measured by the rank.",
         f"{spilled} bytes of boundaries of all ranks find no room in the host budget, if the ranks move theirs at the "
         "same time. NVMe writes them once in each forward, the oldest first, and reads them once in its backward."
         if spilled

@@ -57,9 +57,9 @@ from trainer_client.step.boundary import (
     Saved,
     check_version,
     is_movable,
-    is_saved_by_checkpoint,
     key_of,
     may_leave,
+    saving_checkpoint,
 )
 from trainer_client.step.recall_depth import MOST_LEAVING, RecallDepth
 from trainer_client.step.recompute_choice import RecomputeChoice, StepWaits
@@ -156,7 +156,6 @@ class Activations:
             self._sent_before = self._sent
             self._segments.is_watching = False
             self._segments.forget()
-            self._newest_again = None
             self._collect()
 
     def close(self) -> None:
@@ -184,6 +183,7 @@ class Activations:
             if boundary.leaving is None or boundary.leaving.is_done:
                 self._dropped.append(boundary.give_up())
         self._staying.clear()
+        self._newest_again = None
         self._collect()
         refused, self._refused_bytes = self._refused_bytes, None
         sums, self._sums = self._sums, _Sums()
@@ -208,11 +208,14 @@ class Activations:
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
         """Return what torch keeps for a tensor that it saves."""
-        again = None
-        if self._segments.is_watching and is_saved_by_checkpoint():
-            again = self._segments.note_saved(tensor)
-        # A boundary that is computed again may have any size; see segments.py [Note: segments and ranks].
-        if again is None and not (may_leave(tensor, self._device, self._smallest_bytes) and is_saved_by_checkpoint()):
+        again, is_boundary = None, may_leave(tensor, self._device, self._smallest_bytes)
+        if is_boundary or self._segments.is_watching:
+            checkpoint = saving_checkpoint()
+            if checkpoint is not None and self._segments.is_watching:
+                again = self._segments.note_saved(tensor, checkpoint)
+            # A boundary that is computed again may have any size; see segments.py [Note: segments and ranks].
+            is_boundary = checkpoint is not None and (is_boundary or again is not None)
+        if not is_boundary:
             return Kept.of(tensor)
         self._collect()
         if self._synchronizes:
@@ -255,7 +258,8 @@ class Activations:
 
     def _let_go(self, boundary: Boundary) -> None:
         """Keep the bytes of a boundary no longer, because they can be computed again."""
-        assert boundary.tensor is not None, "it stayed until now"
+        if boundary.again is None or boundary.tensor is None:
+            return
         if boundary.tensor._version != boundary.key[1]:
             # It stays, and `_unpack` raises torch's error for a tensor that was changed.
             boundary.again = None

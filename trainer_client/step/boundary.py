@@ -197,12 +197,15 @@ class Dropped:
     ahead: CopyAhead | None
 
 
-def is_saved_by_checkpoint() -> bool:
-    """Return whether torch.utils.checkpoint has the tensor saved for which torch calls the caller of this function."""
+def saving_checkpoint() -> FrameType | None:
+    """Return the frame of torch.utils.checkpoint that has the tensor saved for which torch calls this one's caller.
+
+    It is None if other code has the tensor saved.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == _FUNCTION:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+    return frame if frame is not None and frame.f_code.co_filename == _CHECKPOINT else None
 
 
 def may_leave(

@@ -3,12 +3,13 @@
 This module owns the choice and the measured times from which it follows. It must never look at a boundary, and all
 ranks choose alike.
 
-[Note: the choice] With "auto" a run begins without. If a rank has waited for its boundaries in more than a twentieth of
-the time of its steps, or the store has refused some, each second boundary is computed again in the steps that follow.
-What that costs and saves is measured, not computed from bandwidths, because on an accelerator the host does not see how
-long a block computes, and because the store's device is shared. It stays if these steps took less time, or if the store
-has refused boundaries, which then take memory of the device. It ends if the model has none that can be computed again.
-The ranks exchange their figures twice in a run, and the slowest rank counts.
+[Note: the choice] With "auto" a run begins with boundaries that are kept or moved. If a rank has waited for them in
+more than a twentieth of the time of its steps, or the store has refused some, each second boundary is computed again in
+the steps that follow. What that costs and saves is measured, not computed from bandwidths, because on an accelerator
+the host does not see how long a block computes, and because the store's device is shared. The run goes on in this way
+if these steps took less time, or if the store has refused boundaries, which would take memory of the device; but not if
+the model has none that can be computed again. The ranks exchange their figures twice in a run, and the slowest rank
+counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LEFT_OUT_STEPS = 2
 _MEASURED_STEPS = 4
 # The part of a step that ranks may wait for boundaries before computing them again is tried.
 _TOLERATED_SHARE = 0.05
-# It stays if a step takes at most this share of a step before, because medians of few steps differ by chance.
+# The run goes on with it if a step takes at most this share of a step before, because medians of few steps differ by
+# chance.
 _WORTH_SHARE = 0.98
 
 
@@ -41,7 +43,7 @@ class StepWaits:
     Attributes:
         seconds: its duration.
         waited_seconds: how much of it the rank waited for boundaries.
-        again_bytes: the bytes of the boundaries that were computed again.
+        again_bytes: the bytes of the boundaries that were freed, to be computed again.
         is_refused: whether the store has refused boundaries.
     """
 

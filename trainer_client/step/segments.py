@@ -2,13 +2,14 @@
 
 The inputs of a checkpointed segment are boundaries, and its output is the next boundary, if the model passes it on as
 it is. This module owns what it has noted of the newest segment: the module, its inputs, and the states of the random
-generators and of autocast. It must never hold the bytes of a boundary, nor decide which boundary is computed again.
+generators and of autocast. It must never hold the bytes of a boundary.
 
-[Note: which modules are segments] A segment is a watched module during whose forward, or just before it, a checkpoint
-has saved its inputs: transformers' blocks have the checkpoint within their forward, hand-written models around it. All
-inputs of the module that have gradients must be among those that the checkpoint saved, so that a segment holds no
-tensor that would be freed without it. torch tells of a reentrant checkpoint when its function is over, and runs it
-without gradients, so a module within one is no segment.
+[Note: which modules are segments] A segment is a watched module whose forward, and nothing else, is enclosed by a
+checkpoint: the checkpoint's function is the module, a method of it, or a partial of one. Transformers' blocks have the
+checkpoint within their forward, hand-written models around it. If a checkpoint encloses a function that calls the
+module, the function may do more, such as choose kernels, so the module is no segment. Neither is one in a reentrant
+checkpoint, whose functions torch does not show, nor one in a checkpoint with contexts of the user's. The checkpoint
+must have saved all inputs with gradients, so that a segment holds no tensor of this size that torch would free.
 
 [Note: the same values] A segment runs again as torch.utils.checkpoint runs it: with gradients, because torch chooses
 other kernels without them, within a checkpoint, so that it keeps nothing for a backward pass, and with the generators,
@@ -25,12 +26,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, noop_context_fn, set_device_states
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.device import CPU
@@ -152,45 +154,48 @@ class Segments:
         self._device = device
         self._pack = pack
         self._key_of = key_of
-        # The tensors that checkpoints have saved since the last forward of a watched module ended.
+        # The function of the last checkpoint, and what checkpoints have saved, until a watched module's forward ends.
+        self._enclosed: Any = None
         self._saved: set[_Place] = set()
         self._running: _Forward | None = None
         self._newest: Segment | None = None
-        # The module that is run again, and its output tensors once it has returned.
-        self._repeated: nn.Module | None = None
+        # The module that is run again with its inputs, and its output tensors once it has returned.
+        self._repeated: tuple[nn.Module, Any, Any] | None = None
         self._results: tuple[torch.Tensor, ...] = ()
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Note the forwards of these modules that are segments; see [Note: which modules are segments]."""
         for module in modules:
-            # The hook comes before those of the user, which may change the inputs and are called again with the module.
+            # The first hook comes before those of the user, which may change the inputs and are called again.
             self._handles += [
                 module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True, with_kwargs=True),
                 module.register_forward_hook(torch.compiler.disable(self._leave)),
             ]
 
-    def note_saved(self, tensor: torch.Tensor) -> Again | None:
-        """Take note of a tensor that a checkpoint saves, and return what computes it again.
+    def note_saved(self, tensor: torch.Tensor, checkpoint: FrameType) -> Again | None:
+        """Take note of a tensor that the checkpoint of a frame saves, and return what computes the tensor again.
 
         It is None if the tensor is no output of the newest segment, or an input of that segment is to be computed again
-        itself.
+        itself. A segment computes only one of its outputs again.
         """
-        if (place := self._place_of(tensor)) is None:
+        self._enclosed = _function_of(checkpoint)
+        segment, place = self._newest, self._place_of(tensor)
+        if place is None:
             return None
         self._saved.add(place)
-        segment = self._newest
         if segment is None or (number := segment.outputs.get(place)) is None:
             return None
         inputs = (kept for kept in _inputs_of(segment) if isinstance(kept.packed, Saved))
         if any(kept.packed.boundary.again is not None for kept in inputs):
             return None
+        segment.outputs.clear()
         return partial(self._run, segment, number)
 
     def forget(self) -> None:
         """Forget the newest segment, because the forward is over."""
         self._saved.clear()
-        self._running = self._newest = None
+        self._enclosed = self._running = self._newest = None
 
     def close(self) -> None:
         """Watch no module any more. Idempotent."""
@@ -199,11 +204,15 @@ class Segments:
             handle.remove()
         self._handles.clear()
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._repeated is not None and self._repeated[0] is module:
+            # A hook that is called before this one has changed these inputs in the first forward already.
+            return self._repeated[1:]
         if not self.is_watching or is_transformed():
-            return
+            return None
         self._running = None
-        tensors = TensorTree.of((args, kwargs)).tensors
+        # torch would see a released parameter being used if this looked at it.
+        tensors = [each for each in TensorTree.of((args, kwargs)).tensors if not isinstance(each, nn.Parameter)]
         # Tensors of inference mode have no versions.
         if torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in tensors):
             self._running = _Forward(
@@ -212,34 +221,33 @@ class Segments:
                 tensors=[(tensor, tensor._version) for tensor in tensors],
                 surroundings=_Surroundings.now(self._device),
             )
+        return None
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._repeated is module:
+        if self._repeated is not None and self._repeated[0] is module:
             self._results = tuple(tensor.detach() for tensor in TensorTree.of(output).tensors)
         if not self.is_watching or is_transformed():
             return
         running, self._running, self._newest = self._running, None, None
+        enclosed, self._enclosed = self._enclosed, None
         saved, self._saved = self._saved, set()
-        if running is None or running.module is not module or not saved or not self._has_only(running, saved):
+        if running is None or running.module is not module or not _is_forward_of(enclosed, module):
             return
+        if any(tensor._version != version for tensor, version in running.tensors):
+            return
+        followed = (tensor for tensor, _ in running.tensors if tensor.requires_grad and not tensor.is_leaf)
+        if not saved.issuperset(map(self._place_of, followed)):
+            return
+        given = {self._place_of(tensor) for tensor, _ in running.tensors}
         outputs = {
             place: number
             for number, tensor in enumerate(TensorTree.of(output).tensors)
-            if (place := self._place_of(tensor)) is not None
+            if (place := self._place_of(tensor)) is not None and place not in given
         }
         kept = tree_map_only(torch.Tensor, self._keep, running.inputs)
         self._newest = Segment(module=module, inputs=kept, surroundings=running.surroundings, outputs=outputs)
 
-    def _has_only(self, running: _Forward, saved: set[_Place]) -> bool:
-        """Return whether the inputs are as they were, and those with gradients are among what a checkpoint saved."""
-        return all(
-            tensor._version == version
-            and (tensor.is_leaf or not tensor.requires_grad or self._place_of(tensor) in saved)
-            for tensor, version in running.tensors
-        )
-
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor | Input:
-        # torch would see a released parameter being used if it were packed.
         return tensor if isinstance(tensor, nn.Parameter) else Input(self._pack(tensor), tensor.requires_grad)
 
     def _place_of(self, tensor: torch.Tensor) -> _Place | None:
@@ -257,22 +265,41 @@ class Segments:
             return unpack(kept.packed).detach().requires_grad_(kept.requires_grad)
 
         args, kwargs = tree_map_only(Input, tensor_of, segment.inputs)
-        self._repeated = segment.module
+        self._repeated = segment.module, args, kwargs
         try:
             with ExitStack() as restored:
                 segment.surroundings.restore(restored)
                 restored.enter_context(torch.enable_grad())
                 # The class may have a `__call__` of its own, which was called before the hook that noted the inputs.
-                checkpoint(
-                    partial(nn.Module.__call__, segment.module),
-                    *args,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    **kwargs,
-                )
+                checkpoint(partial(nn.Module.__call__, segment.module, **kwargs), *args, use_reentrant=False)
             return self._results[number]
         finally:
             self._repeated, self._results = None, ()
+
+
+def _function_of(checkpoint: FrameType) -> Any:
+    """Return the function that a checkpoint of torch encloses; None if it is reentrant, or has contexts of the user's.
+
+    Args:
+        checkpoint: a frame of torch's checkpoints. It is called by torch's function whose arguments have the names that
+            are used here. With a torch that names them otherwise, no module is a segment.
+    """
+    frame: FrameType | None = checkpoint
+    while frame is not None and frame.f_code.co_filename == checkpoint.f_code.co_filename:
+        names = frame.f_locals
+        if "fn" in names and "context_fn" in names:
+            return names["fn"] if names["context_fn"] is noop_context_fn else None
+        frame = frame.f_back
+    return None
+
+
+def _is_forward_of(function: Any, module: nn.Module) -> bool:
+    """Return whether a function is the module, a method of it, or a partial of one of these."""
+    while isinstance(function, partial):
+        if function.args:
+            return function.args[0] is module
+        function = function.func
+    return function is module or getattr(function, "__self__", None) is module
 
 
 def _inputs_of(segment: Segment) -> list[Input]:
