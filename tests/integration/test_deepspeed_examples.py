@@ -27,7 +27,8 @@ END_SECONDS = 500.0
 POLL_SECONDS = 0.02
 
 LINEAR = ["deepspeed_linear.py"]
-CIFAR = ["deepspeed_cifar.py", "--deepspeed", "--deepspeed_config", str(EXAMPLES / "deepspeed_cifar.json")]
+CIFAR_CONFIG = EXAMPLES / "deepspeed_cifar.json"
+CIFAR = ["deepspeed_cifar.py", "--deepspeed", "--samples", "256"]
 FINETUNE = ["deepspeed_finetune.py", "--save_interval", "4", "--output_dir", "saved"]
 MULTITASK = ["deepspeed_multitask.py"]
 
@@ -100,18 +101,25 @@ def by_step(text: str) -> dict[int, dict[str, float]]:
     ("script", "tolerance"),
     [
         pytest.param([*LINEAR, "--steps", "30"], FP32, id="linear"),
-        pytest.param([*CIFAR, "--epochs", "2", "--samples", "256"], BF16, id="cifar"),
+        # From the second epoch on, roundings in bf16 grow from step to step: after 14 steps losses differ by 1.2 %.
+        pytest.param([*CIFAR, "--epochs", "1", "--deepspeed_config", str(CIFAR_CONFIG)], BF16, id="cifar, bf16"),
+        pytest.param([*CIFAR, "--epochs", "2", "--deepspeed_config", "fp32.json"], FP32, id="cifar, fp32"),
         pytest.param([*MULTITASK, "--steps", "20"], FP32, id="multitask"),
     ],
 )
 def test_two_ranks_have_the_losses_of_deepspeed(
     tmp_path: Path, original: Library, script: list[str], tolerance: float
 ) -> None:
+    for library in ("deepspeed", "ours"):
+        (tmp_path / library).mkdir()
+        config = json.loads(CIFAR_CONFIG.read_text()) | {"bf16": {"enabled": False}}
+        (tmp_path / library / "fp32.json").write_text(json.dumps(config))
     expected = json.loads(original.run(tmp_path / "deepspeed", script))
     ours = json.loads(OURS.run(tmp_path / "ours", script))
 
     assert ours.keys() == expected.keys()
-    for name in ours:
+    # After a few steps classes are nearly equally likely, so that roundings in bf16 decide which one is predicted.
+    for name in ours.keys() - ({"accuracy"} if tolerance == BF16 else set()):
         bound = 1e-9 if name == "rates" else tolerance
         assert flat(ours[name]) == pytest.approx(flat(expected[name]), rel=bound), name
 
@@ -175,7 +183,7 @@ def run_example(directory: Path, script: Sequence[str], losses: str = "losses.js
     "script",
     [
         pytest.param([*LINEAR, "--steps", "10"], id="linear"),
-        pytest.param([*CIFAR, "--epochs", "1", "--samples", "256"], id="cifar"),
+        pytest.param([*CIFAR, "--epochs", "1", "--deepspeed_config", str(CIFAR_CONFIG)], id="cifar"),
         pytest.param([*MULTITASK, "--steps", "10"], id="multitask"),
     ],
 )

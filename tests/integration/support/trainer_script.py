@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -69,6 +70,9 @@ def main(result: Path, deepspeed: str | None = None, checkpoints: str | None = N
     if trainer.is_world_process_zero():
         history = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
         result.write_text(json.dumps([*history, *([best] if best else [])]))
+    if deepspeed is None:
+        # torch has been seen to abort if the interpreter ends while a process group of gloo is open.
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
