@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from benchmarks.common.machine import ROOT
 from benchmarks.common.measure import BenchmarkError
+from benchmarks.common.memory_limit import MemoryLimit
 from benchmarks.common.processes import MemoryWatch, ProcessTree, Use, larger
 from benchmarks.training.task import TrainingTask
 
@@ -40,6 +41,7 @@ class Entry:
         environment: variables that are added to the benchmark's environment.
         optional: the heat goes on without the contestant if it cannot be run; otherwise the heat fails.
         probed: whether the disk alone is measured with the bytes of the contestant's steps.
+        memory_limit: the bytes that all processes of the contestant may have together; None: there is no limit.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Entry:
     environment: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
     probed: bool = False
+    memory_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +91,32 @@ class Running:
         self.entry = entry
         self._log_path = directory / "contestant.log"
         spec = {"kind": entry.kind, "task": asdict(task), "config": entry.config_in(directory)}
-        self._log = self._log_path.open("w+")
+        self._limit: MemoryLimit | None = None
+        with ExitStack() as begun:
+            if entry.memory_limit is not None:
+                self._limit = begun.enter_context(MemoryLimit(entry.memory_limit))
+            self._log = begun.enter_context(self._log_path.open("w+"))
+            self._process = self._start(spec)
+            self._resources = begun.pop_all()
+        self._tree = ProcessTree(self._process.pid)
+        # The largest memory that was seen so far.
+        self.memory = self._tree.memory()
+
+    def _start(self, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+        entry = self.entry
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [
-                *(str(entry.python or sys.executable), "-m", "benchmarks.training.contestants"),
-                json.dumps(spec | {"device": entry.device, "deferred": entry.deferred, "each_step": entry.each_step}),
-            ],
+        command = [
+            *(str(entry.python or sys.executable), "-m", "benchmarks.training.contestants"),
+            json.dumps(spec | {"device": entry.device, "deferred": entry.deferred, "each_step": entry.each_step}),
+        ]
+        return subprocess.Popen(
+            command if self._limit is None else self._limit.command(command),
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"} | dict(entry.environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
         )
-        self._tree = ProcessTree(self._process.pid)
-        # The largest memory that was seen so far.
-        self.memory = self._tree.memory()
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +158,8 @@ class Running:
         taken = self._answer(START_SECONDS + steps * STEP_SECONDS)
         block = Block(**taken, use=self._tree.use().since(before))
         self.memory = larger(self.memory, self._tree.memory())
+        if self._limit is not None and self._limit.kills:
+            raise self._failure("is not whole any more")
         return block
 
     def _answer(self, timeout_seconds: float) -> dict[str, Any]:
@@ -160,13 +175,14 @@ class Running:
     def _failure(self, what: str) -> ContestantError:
         self._log.seek(0)
         lines = [line for line in self._log.read().splitlines() if line.strip()]
+        if self._limit is not None and (kills := self._limit.kills):
+            lines.append(f"processes that the kernel has killed at the limit of {self._limit.nbytes} bytes: {kills}")
         return ContestantError(f"{self.entry.name} {what}: " + " | ".join(lines[-ERROR_LINES:]))
 
     def _stop(self, patience_seconds: float) -> None:
         """Close the process's stdin, at which it ends together with its daemon; kill it if that takes too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with ExitStack() as stack:
-            stack.callback(self._log.close)
+        with self._resources as stack:
             stack.callback(self._process.stdout.close)
             self._process.stdin.close()
             try:

@@ -37,8 +37,8 @@ class Spec:
             "fsdp" (torch's FSDP2 with CPU offload).
         config: the config of "ours" and "deepspeed".
         device: the kind of device that computes, as "cpu" and "cuda".
-        deferred: for "ours": build the model under `zero.Init`, so that it is never whole in memory. Its initial values
-            differ from those of the other contestants then.
+        deferred: for "ours" and "deepspeed": build the model under `zero.Init`, so that it is never whole in memory.
+            The initial values differ from those of the other contestants then.
         each_step: report the facts after each step, which may take time, not only after the last step of a block.
     """
 
@@ -217,9 +217,11 @@ class DeepSpeed(WithEngine):
         become_the_only_rank()
         import deepspeed  # noqa: PLC0415 - only its own environment has it
 
-        with torch.device(spec.device):
+        config = dict(spec.config)
+        deferred = deepspeed.zero.Init(config_dict_or_path=config) if spec.deferred else nullcontext()
+        with torch.device(spec.device), deferred:
             model = build(spec.task)
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(spec.config))
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         super().__init__(engine)
 
     def settle(self) -> None:

@@ -2,12 +2,14 @@
 
 The host budget is 512 MiB for every depth, from 0.15 to 2.4 billion parameters, so the gradients of the deeper models
 do not fit into it. Each depth trains with and without clipping by norm, and with one and with four micro-batches in a
-step. Ranks keep no copies of gradients. The other contestants are `compute`, forward and backward alone in bf16, and
-up to `--plain-up-to` parameters `plain`, PyTorch with everything in memory. The result is one JSON object:
+step. Ranks keep no copies of gradients. `compute` is forward and backward alone in bf16. `plain` is PyTorch with
+everything in memory, up to `--plain-up-to` parameters. With `--deepspeed`, DeepSpeed has everything on NVMe.
+`--memory-limit` is a hard limit of the kernel for trainer and daemon together, and for DeepSpeed. The result is one
+JSON object:
 
-- `machine`, `provenance`, `parameters`, `host_budget_bytes`
-- `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain` and `nvme`
-  (`benchmarks.training.result`; their ratios are to `compute`)
+- `machine`, `provenance`, `parameters`, `host_budget_bytes`, `memory_limit_bytes` (null: none)
+- `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain`, `nvme`
+  and `DeepSpeed` (`benchmarks.training.result`; their ratios are to `compute`)
 - `flatness`: for each case the largest proportional memory of `trainer`, `daemon` and `total` over all depths, divided
   by the smallest; activations, which grow with the depth, are a part of `trainer`
 
@@ -22,13 +24,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
 from benchmarks.common import machine, report
-from benchmarks.common.measure import Progress, Threads, prefixed
+from benchmarks.common.measure import BenchmarkError, Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation
 from benchmarks.training.contestant_process import Entry
-from benchmarks.training.entries import COMPUTE, PLAIN, ours
+from benchmarks.training.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
+from benchmarks.training.entries import COMPUTE, PLAIN, deepspeed, ours
 from benchmarks.training.heat import Heat
 from benchmarks.training.result import summaries
 from benchmarks.training.task import HEAD_WIDTH, TrainingTask
@@ -36,6 +40,8 @@ from benchmarks.training.task import HEAD_WIDTH, TrainingTask
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 GIB = 1 << 30
 DISK_BYTES_PER_PARAMETER = 46
+# DeepSpeed's files: the parameter in bf16, its master weight, two moments and a gradient in fp32.
+PEER_DISK_BYTES_PER_PARAMETER = 18
 CASES = ((0.0, 1), (1.0, 1), (0.0, 4), (1.0, 4))
 
 FULL_BUDGET = 512 << 20
@@ -67,17 +73,24 @@ def measure(
     rounds: int,
     steps: int,
     plain_up_to: int,
+    memory_limit: int | None = None,
+    peer: DeepSpeedEnvironment | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Measure all depths in all cases, and return the result; see the module. It can raise BenchmarkError."""
-    needed = DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks)
+    per_parameter = DISK_BYTES_PER_PARAMETER + (PEER_DISK_BYTES_PER_PARAMETER if peer is not None else 0)
+    needed = per_parameter * max(task.gpt2_parameters for task in tasks)
     machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
     cases = []
     for clip, accumulation in CASES:
         sizes = []
         for task in (replace(task, clip=clip, accumulation=accumulation) for task in tasks):
             size = task.gpt2_parameters
-            entries = [COMPUTE, *([PLAIN] if size <= plain_up_to else []), nvme(task, budget)]
+            entries = [COMPUTE, *([PLAIN] if size <= plain_up_to else [])]
+            entries.append(replace(nvme(task, budget), memory_limit=memory_limit))
+            if peer is not None:
+                other = deepspeed("DeepSpeed", task, size, "nvme", peer, deferred=True)
+                entries.append(replace(other, memory_limit=memory_limit))
             label = f"{size / 1e6:.1f} M, clip {clip:g}, {accumulation} micro-batches"
             heat = Heat(task, directory, threads=Threads(), progress=prefixed(progress, label))
             found = summaries(heat.run(entries, rounds=rounds, steps=steps), task)
@@ -87,6 +100,7 @@ def measure(
         "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
         | {"precision": bf16_emulation.precision_in_words()},
         "host_budget_bytes": budget,
+        "memory_limit_bytes": memory_limit,
         "cases": cases,
     }
 
@@ -111,9 +125,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         "everything in memory. Memory is proportional (PSS), the largest that was seen; that of the trainer has the "
         "activations, which grow with the depth."
     ]
+    if result["memory_limit_bytes"] is not None:
+        texts.append(
+            f"By a limit of the kernel, trainer and daemon had at most {result['memory_limit_bytes'] / GIB:g} GiB "
+            "together, and so had DeepSpeed, where it ran."
+        )
     header = (
         *("layers", "parameters", "s/step", "plain, s", "compute, s", "I/O, s"),
-        *("trainer, GiB", "daemon, GiB", "both, GiB", "GB read", "GB written"),
+        *("trainer, GiB", "daemon, GiB", "both, GiB", "GB read", "GB written", "DeepSpeed, s", "its memory, GiB"),
     )
     for case in result["cases"]:
         clipped = f"clipping at {case['clip']:g}" if case["clip"] else "no clipping"
@@ -124,11 +143,18 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"{flatness['total']:.2f} (trainer {flatness['trainer']:.2f}, daemon {flatness['daemon']:.2f}).",
             report.table(header, rows),
         ]
+        texts += [
+            f"DeepSpeed with {size['layers']} layers: {size['DeepSpeed']['not_run']}"
+            for size in case["sizes"]
+            if size.get("DeepSpeed", {}).get("not_run") is not None
+        ]
     return "\n\n".join(texts)
 
 
 def _row(size: Mapping[str, Any]) -> list[str | None]:
-    ours_, plain = size["nvme"], size.get("plain")
+    ours_, plain, other = size["nvme"], size.get("plain"), size.get("DeepSpeed")
+    if other is not None and other["not_run"] is not None:
+        other = None
     return [
         str(size["layers"]),
         f"{size['parameters'] / 1e6:.0f} M",
@@ -138,7 +164,37 @@ def _row(size: Mapping[str, Any]) -> list[str | None]:
         f"{ours_['roofline']['io'] or 0.0:.2f}",
         *(f"{ours_['memory'][part] / GIB:.2f}" for part in ("trainer", "daemon", "total")),
         *(f"{ours_[key] / 1e9:.1f}" for key in ("read_per_step", "written_per_step")),
+        None if other is None else f"{other['median']:.2f}",
+        None if other is None else f"{other['memory']['total'] / GIB:.2f}",
     ]
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise typer.BadParameter(f"--memory-limit {text}: write a number of bytes, such as 3GiB") from error
+
+
+def _arguments(sizes: int, memory_limit: str, deepspeed_dir: Path | None) -> str:
+    """Return the options that repeat the result, as the variable of make's target."""
+    options = f" --sizes {sizes}" if sizes < len(FULL) else ""
+    options += f" --memory-limit {memory_limit}" if memory_limit else ""
+    options += " --deepspeed DIR" if deepspeed_dir is not None else ""
+    return f"OPTIONS='{options.strip()}'" if options else ""
+
+
+def _peer(directory: Path | None, progress: Progress) -> DeepSpeedEnvironment | None:
+    """Return DeepSpeed's environment, if it was asked for. Raise BenchmarkError if it has none with NVMe here."""
+    if directory is None:
+        return None
+    try:
+        environment = prepare(directory, progress)
+    except DeepSpeedUnavailableError as error:
+        raise BenchmarkError(f"DeepSpeed cannot be set up: {error}") from error
+    if environment.nvme_problem is not None:
+        raise BenchmarkError(f"DeepSpeed cannot use NVMe here: {environment.nvme_problem}")
+    return environment
 
 
 @app.command(help=__doc__)
@@ -148,6 +204,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 1,
     steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
     plain_up_to: Annotated[int, typer.Option(help="The most parameters with which `plain` runs.")] = 700_000_000,
+    memory_limit: Annotated[
+        str, typer.Option(help="Memory of trainer and daemon together, and of DeepSpeed, as 3GiB; needs root.")
+    ] = "",
+    deepspeed_dir: Annotated[
+        Path | None, typer.Option("--deepspeed", help="DeepSpeed's environment, set up if need be; none: without it.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
@@ -160,12 +222,21 @@ def main(
         "Memory by depth of the model",
         "bench-depth",
         lambda: measure(
-            tasks, budget, directory, rounds=rounds, steps=steps, plain_up_to=plain_up_to, progress=console.print
+            tasks,
+            budget,
+            directory,
+            rounds=rounds,
+            steps=steps,
+            plain_up_to=plain_up_to,
+            memory_limit=_bytes(memory_limit) if memory_limit else None,
+            peer=_peer(deepspeed_dir, console.print),
+            progress=console.print,
         ),
         markdown,
         directory=directory,
         as_json=as_json,
         results=results,
+        arguments=_arguments(sizes, memory_limit, deepspeed_dir),
     )
 
 

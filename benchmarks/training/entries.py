@@ -82,12 +82,18 @@ def ours(
 
 
 def deepspeed(
-    name: str, task: TrainingTask, parameters: int, home: Literal["cpu", "nvme"], environment: DeepSpeedEnvironment
+    name: str,
+    task: TrainingTask,
+    parameters: int,
+    home: Literal["cpu", "nvme"],
+    environment: DeepSpeedEnvironment,
+    *,
+    deferred: bool = False,
 ) -> Entry:
     """Return an entry of DeepSpeed's ZeRO-3 with parameters and optimizer states in `home`.
 
     Its other settings are those with which it was fastest in our measurements. On an accelerator its host memory is
-    pinned, as its documentation advises.
+    pinned, as its documentation advises. `deferred`: see `contestants.Spec`.
     """
     pinned = environment.device != "cpu"
 
@@ -105,6 +111,7 @@ def deepspeed(
         name=name,
         kind="deepspeed",
         config_in=config,
+        deferred=deferred,
         python=environment.python,
         environment=environment.variables,
         optional=True,

@@ -11,6 +11,7 @@ import pytest
 from tests.device.training import assert_close
 from tests.gpu.accelerator import NEEDS_ACCELERATOR, kind
 from tests.integration.support.training import (
+    Result,
     Run,
     assert_bit_equal,
     store_config,
@@ -80,6 +81,16 @@ def test_host_and_nvme_have_the_same_bits(prefer_streams: bool, tmp_path: Path) 
     )
     assert host.plane == ("streams" if prefer_streams else "arena")
     assert_bit_equal(nvme, host)
+
+
+def test_boundaries_in_the_store_and_computed_again_have_the_bits_of_those_on_the_device(tmp_path: Path) -> None:
+    def train(name: str, **activations: Any) -> Result:
+        config = store_config(tmp_path / name, "cpu", activations={"smallest": 1024, **activations})
+        return train_through_store(run_of(config, layers=6, dropout=0.1, checkpointing="non-reentrant"))
+
+    expected = train("device")
+    assert_bit_equal(train("store", offload=True, recompute=False), expected)
+    assert_bit_equal(train("again", offload=True, recompute=True), expected)
 
 
 @pytest.mark.parametrize("schedule", ["micro_batch", "boundary", "no_sync"])
