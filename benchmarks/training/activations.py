@@ -72,7 +72,7 @@ class Task:
         return self.layers * self.tokens * self.hidden * 4
 
 
-FULL = Task(layers=12, hidden=256, tokens=1024, vocab=512, host_budget=256 * MIB, small_budget=48 * MIB, smallest=MIB)
+FULL = Task(layers=12, hidden=256, tokens=4096, vocab=512, host_budget=256 * MIB, small_budget=48 * MIB, smallest=MIB)
 QUICK = Task(layers=6, hidden=64, tokens=256, vocab=128, host_budget=32 * MIB, small_budget=6 * MIB, smallest=1024)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

@@ -2,16 +2,16 @@
 
 The host budget is 512 MiB for every depth, from 0.15 to 2.4 billion parameters, so the gradients of the deeper models
 do not fit into it. Each depth trains with and without clipping by norm, and with one and with four micro-batches in a
-step. Ranks keep no copies of gradients. `compute` is forward and backward alone in bf16. `plain` is PyTorch with
-everything in memory, up to `--plain-up-to` parameters. With `--deepspeed`, DeepSpeed has everything on NVMe.
-`--memory-limit` is a hard limit of the kernel for trainer and daemon together, and for DeepSpeed. The result is one
-JSON object:
+step. Blocks are checkpointed, and their boundaries wait in the store. Ranks keep no copies of gradients. `compute` is
+forward and backward alone in bf16. `plain` is PyTorch with everything in memory, up to `--plain-up-to` parameters. With
+`--deepspeed`, DeepSpeed has everything on NVMe. `--memory-limit` is a hard limit of the kernel for trainer and daemon
+together, and for DeepSpeed. The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`, `host_budget_bytes`, `memory_limit_bytes` (null: none)
 - `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain`, `nvme`
   and `DeepSpeed` (`benchmarks.training.result`; their ratios are to `compute`)
 - `flatness`: for each case the largest proportional memory of `trainer`, `daemon` and `total` over all depths, divided
-  by the smallest; activations, which grow with the depth, are a part of `trainer`
+  by the smallest
 
 Run as a module from the root of the repository: `python -m benchmarks.training.depth`.
 """
@@ -42,25 +42,32 @@ GIB = 1 << 30
 DISK_BYTES_PER_PARAMETER = 46
 # DeepSpeed's files: the parameter in bf16, its master weight, two moments and a gradient in fp32.
 PEER_DISK_BYTES_PER_PARAMETER = 18
+# Boundaries of at least so many bytes go to the store. Those of the benchmark have 512 KiB.
+SMALLEST = 256 << 10
 CASES = ((0.0, 1), (1.0, 1), (0.0, 4), (1.0, 4))
 
 FULL_BUDGET = 512 << 20
 FULL = tuple(
-    TrainingTask(layers=layers, hidden=1024, batch=1, tokens=256, vocab=50257) for layers in (8, 20, 43, 91, 186)
+    TrainingTask(layers=layers, hidden=1024, batch=1, tokens=256, vocab=50257, checkpoints=True)
+    for layers in (8, 20, 43, 91, 186)
 )
 QUICK_BUDGET = 6 << 20
-QUICK = tuple(TrainingTask(layers=layers, hidden=HEAD_WIDTH, batch=1, tokens=32, vocab=512) for layers in (4, 16))
+QUICK = tuple(
+    TrainingTask(layers=layers, hidden=HEAD_WIDTH, batch=1, tokens=32, vocab=512, checkpoints=True)
+    for layers in (4, 16)
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 def nvme(task: TrainingTask, budget: int) -> Entry:
-    """Return the entry with everything on NVMe, whose ranks keep no copies of gradients."""
+    """Return the entry with everything on NVMe, boundaries in the store, and ranks that keep no copies of gradients."""
     entry = ours("nvme", task, task.gpt2_parameters, "nvme", durability="step", host_budget_bytes=budget, deferred=True)
 
     def config(directory: Path) -> Mapping[str, Any]:
         values = entry.config_in(directory)
-        return {**values, "paramserver": {**values["paramserver"], "kept_gradients": 0}}
+        section = {**values["paramserver"], "kept_gradients": 0, "activations": {"offload": True, "smallest": SMALLEST}}
+        return {**values, "paramserver": section}
 
     return replace(entry, config_in=config)
 
@@ -118,12 +125,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     """Return the result as Markdown: a table for each case."""
     shape = result["parameters"]
     texts = [
-        f"GPT-2 of one width, {shape['batch']} x {shape['tokens']} tokens in a micro-batch, {shape['precision']}, "
-        "AdamW; everything on NVMe, each step durable, "
-        f"`host_budget` {result['host_budget_bytes'] / GIB:.2f} GiB for every "
-        "depth, no copies of gradients in the rank. `compute` is forward and backward alone, `plain` PyTorch with "
-        "everything in memory. Memory is proportional (PSS), the largest that was seen; that of the trainer has the "
-        "activations, which grow with the depth."
+        f"GPT-2 of one width, blocks checkpointed, {shape['batch']} x {shape['tokens']} tokens in a micro-batch, "
+        f"{shape['precision']}, AdamW; everything on NVMe, boundaries of checkpoints in the store, each step durable, "
+        f"`host_budget` {result['host_budget_bytes'] / GIB:.2f} GiB for every depth, no copies of gradients in the "
+        "rank. `compute` is forward and backward alone, `plain` PyTorch with everything in memory. Memory is "
+        "proportional (PSS), the largest that was seen."
     ]
     if result["memory_limit_bytes"] is not None:
         texts.append(

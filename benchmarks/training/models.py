@@ -30,7 +30,10 @@ def build(task: TrainingTask) -> nn.Module:
     torch.manual_seed(MODEL_SEED)
     match task.model:
         case "gpt2":
-            return GPT2LMHeadModel(_gpt2_config(task))
+            model = GPT2LMHeadModel(_gpt2_config(task))
+            if task.checkpoints:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            return model
         case "opt_layer_drop":
             return OPTForCausalLM(_opt_config(task))
         case "mixtral":

@@ -19,7 +19,7 @@ HEAD_WIDTH = 64
 class TrainingTask:
     """A model, its batches, and the clipping of its gradients.
 
-    All tasks have in common: bf16 with fp32 master weights and moments, AdamW, no dropout, no recomputation.
+    All tasks have in common: bf16 with fp32 master weights and moments, AdamW, no dropout.
 
     Attributes:
         hidden: the width of the model, a multiple of 64, which is the width of a head.
@@ -28,6 +28,7 @@ class TrainingTask:
         tokens: the length of each sequence.
         clip: the limit of the gradients' global norm; 0: none.
         accumulation: the number of micro-batches of a step, each of `batch` sequences.
+        checkpoints: whether blocks are checkpointed: of each one only the input is kept, and its forward runs twice.
     """
 
     model: ModelKind = "gpt2"
@@ -38,6 +39,7 @@ class TrainingTask:
     tokens: int
     clip: float = 0.0
     accumulation: int = 1
+    checkpoints: bool = False
 
     @property
     def tokens_per_step(self) -> int:
