@@ -124,6 +124,20 @@ def _scale(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.set_xlabel("million parameters")
 
 
+def _depth(figure: Figure, result: Mapping[str, Any]) -> None:
+    memory, seconds = figure.subplots(1, 2)
+    millions = [size["parameters"] / 1e6 for size in result["cases"][0]["sizes"]]
+    lines: dict[str, dict[str, list[float]]] = {"memory": {}, "seconds": {}}
+    for case in result["cases"]:
+        name = f"{'clipped' if case['clip'] else 'not clipped'}, accumulation {case['accumulation']}"
+        lines["memory"][name] = [size["nvme"]["memory"]["total"] / GIB for size in case["sizes"]]
+        lines["seconds"][name] = [size["nvme"]["median"] for size in case["sizes"]]
+    _lines(memory, millions, "GiB, trainer and daemon, proportional", lines["memory"])
+    _lines(seconds, millions, "seconds per step", lines["seconds"])
+    for axes in (memory, seconds):
+        axes.set_xlabel("million parameters")
+
+
 def _storage(figure: Figure, result: Mapping[str, Any]) -> None:
     cases = result["cases"]
     _pairs(
@@ -280,6 +294,7 @@ def _legend(axes: Axes, *, columns: int) -> None:
 PICTURES: Mapping[str, Callable[[Figure, Mapping[str, Any]], None]] = {
     "step": _step,
     "scale": _scale,
+    "depth": _depth,
     "storage": _storage,
     "commits": _commits,
     "dataplane": _dataplane,

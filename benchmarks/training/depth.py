@@ -27,6 +27,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
+from benchmarks import plots
 from benchmarks.common import machine, report
 from benchmarks.common.measure import BenchmarkError, Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation
@@ -154,6 +155,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             for size in case["sizes"]
             if size.get("DeepSpeed", {}).get("not_run") is not None
         ]
+    texts.append("![memory and seconds over parameters](results/depth.svg)")
     return "\n\n".join(texts)
 
 
@@ -223,7 +225,7 @@ def main(
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     tasks, budget, rounds, steps = (QUICK, QUICK_BUDGET, 1, 2) if quick else (FULL[:sizes], FULL_BUDGET, rounds, steps)
-    report.run(
+    result = report.run(
         "depth",
         "Memory by depth of the model",
         "bench-depth",
@@ -244,6 +246,8 @@ def main(
         results=results,
         arguments=_arguments(sizes, memory_limit, deepspeed_dir),
     )
+    if results:
+        plots.draw("depth", result, report.HERE / "results" / "depth.svg")
 
 
 if __name__ == "__main__":
