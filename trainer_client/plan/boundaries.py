@@ -6,7 +6,6 @@ many of the newest stay, which a real step measures. It must never call a store.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,18 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer_client.config.paramserver import UnitsSection
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.unit_policy import choose_policy, find_units
-from trainer_client.step.boundary import (
-    Again,
-    Key,
-    Newest,
-    Saved,
-    is_movable,
-    key_of,
-    may_leave,
-    saving_checkpoint,
-)
+from trainer_client.step.boundary import Again, Key, Newest, Saved
+from trainer_client.step.boundary_notes import BoundaryNotes
 from trainer_client.step.recall_depth import MOST_STAYING
-from trainer_client.step.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,71 +92,50 @@ class RehearsedBoundaries:
         self.saved_bytes = 0
         self.moved: list[int] = []
         self.again_bytes = 0
-        self._rule = rule
-        self._number_of = number_of
-        self._known: dict[Key, weakref.ref[_Boundary]] = {}
         self._in_memory: Newest[_Boundary] = Newest(rule.kept_bytes)
         self._unmoved: Newest[_Boundary] = Newest(rule.kept_bytes)
-        self._newest_again: _Boundary | None = None
-        self._segments = Segments(torch.device("cpu"), pack=self._kept_input, key_of=self._key_of)
+        self._notes: BoundaryNotes[_Boundary] = BoundaryNotes(
+            self, number_of, device=torch.device("cpu"), smallest_bytes=rule.smallest_bytes, kind=FakeTensor
+        )
         if rule.recomputing is not None:
-            self._segments.is_watching = True
+            self._notes.segments.is_watching = True
             units = find_units(model, (), choose_policy(rule.recomputing, None))
-            self._segments.watch(unit.module for unit in units if unit.fqn)
+            self._notes.segments.watch(unit.module for unit in units if unit.fqn)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Enclose the forward."""
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._notes.pack, self._unpack):
                 yield
         finally:
-            self._segments.is_watching = False
-            self._segments.forget()
-            self._newest_again = None
+            self._notes.segments.is_watching = False
+            self._notes.segments.forget()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
-        again, is_boundary = None, False
-        if (key := self._key_of(tensor)) is not None and (checkpoint := saving_checkpoint()) is not None:
-            again = self._segments.note_saved(tensor, checkpoint) if self._segments.is_watching else None
-            is_boundary = again is not None or may_leave(tensor, tensor.device, self._rule.smallest_bytes, FakeTensor)
-        if key is None or not is_boundary:
-            return _kept(tensor)
-        return Saved.of(self._find(key) or self._save(tensor, key, again), tensor)
+    # These methods are called by the notes.
 
-    def _kept_input(self, tensor: torch.Tensor) -> torch.Tensor | Saved[_Boundary]:
-        key = self._key_of(tensor)
-        boundary = None if key is None else self._find(key)
-        return _kept(tensor) if boundary is None else Saved.of(boundary, tensor)
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what torch keeps of a tensor that is no boundary."""
+        # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
+        return tensor if tensor.is_leaf else tensor.detach()
 
-    def _key_of(self, tensor: torch.Tensor) -> Key | None:
-        """Return the key of a tensor's bytes; None if it can be no boundary, whatever its size."""
-        if not is_movable(tensor, tensor.device, FakeTensor):
-            return None
-        number = self._number_of(tensor.untyped_storage())
-        return None if number is None else key_of(tensor, number)
-
-    def _find(self, key: Key) -> _Boundary | None:
-        known = self._known.get(key)
-        return None if known is None else known()
-
-    def _save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> _Boundary:
+    def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> _Boundary:
+        """Return a new boundary, and let older ones leave."""
         boundary = _Boundary(key, key[3] - key[2], key[2], tensor.detach(), again)
-        self._known[key] = weakref.ref(boundary)
         self.saved_bytes += boundary.nbytes
-        if again is not None:
-            before, self._newest_again = self._newest_again, boundary
-            if before is not None:
-                self.again_bytes += before.nbytes
-                before.tensor = None
-            return boundary
-        self.moved += [each.nbytes for each in self._unmoved.add(boundary, 1)]
-        for leaving in self._in_memory.add(boundary, MOST_STAYING):
-            leaving.tensor = None
+        if again is None:
+            self.moved += [each.nbytes for each in self._unmoved.add(boundary, 1)]
+            for leaving in self._in_memory.add(boundary, MOST_STAYING):
+                leaving.tensor = None
         return boundary
 
+    def let_go(self, boundary: _Boundary) -> None:
+        """Keep the bytes of a boundary no longer, because they can be computed again."""
+        self.again_bytes += boundary.nbytes
+        boundary.tensor = None
+
     def _unpack(self, packed: torch.Tensor | Saved[_Boundary]) -> torch.Tensor:
-        """Return the tensor for which `_pack` returned `packed`, after its boundary has come back if it had left.
+        """Return the tensor for which `pack` returned `packed`, after its boundary has come back if it had left.
 
         It makes views alone, where `Saved.view` sets a storage, which the rehearsal would count as work of the model.
         """
@@ -182,9 +151,3 @@ class RehearsedBoundaries:
         itemsize = tensor.itemsize
         flat = tensor.as_strided((boundary.nbytes // itemsize,), (1,), begin // itemsize).view(packed.dtype)
         return flat.as_strided(packed.size, packed.stride, begin // packed.dtype.itemsize + packed.offset)
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what torch keeps of a tensor that is no boundary."""
-    # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
-    return tensor if tensor.is_leaf else tensor.detach()

@@ -56,14 +56,10 @@ from trainer_client.step.boundary import (
     Newest,
     Saved,
     check_version,
-    is_movable,
-    key_of,
-    may_leave,
-    saving_checkpoint,
 )
+from trainer_client.step.boundary_notes import BoundaryNotes
 from trainer_client.step.recall_depth import MOST_LEAVING, RecallDepth
 from trainer_client.step.recompute_choice import RecomputeChoice, StepWaits
-from trainer_client.step.segments import Segments
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
@@ -103,16 +99,14 @@ class Activations:
         self._lanes = lanes
         self._recorder = recorder
         self._device = device
-        self._smallest_bytes = smallest_bytes
         self._choice = choice
-        self._segments = Segments(device, pack=self._kept_input, key_of=self._key_if_movable)
-        # The newest boundary that is to be computed again, which has not left the device yet.
-        self._newest_again: weakref.ref[Boundary] | None = None
+        self._notes: BoundaryNotes[Boundary] = BoundaryNotes(
+            self, StorageWeakRef, device=device, smallest_bytes=smallest_bytes
+        )
         self._synchronizes = synchronizes and device.type != CPU
         self._profiles = profiles
         self._next_index = 0
-        # The boundaries that torch has not dropped, by their bytes and by their number.
-        self._known: dict[Key, weakref.ref[Boundary]] = {}
+        # The boundaries that torch has not dropped, by their number.
         self._order: dict[int, weakref.ref[Boundary]] = {}
         self._dropped: deque[Dropped] = deque()
         # The newest boundaries, which have not left the device yet.
@@ -137,7 +131,7 @@ class Activations:
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules compute boundaries again, where checkpoints enclose them."""
         if self._choice.mode is not False:
-            self._segments.watch(modules)
+            self._notes.segments.watch(modules)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -145,17 +139,17 @@ class Activations:
         self._collect()
         self._depth.pause()
         self._sent = 0
-        self._segments.is_watching = self._choice.is_on
+        self._notes.segments.is_watching = self._choice.is_on
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._notes.pack, self._unpack):
                 yield
         finally:
             if self._next_lease is not None:
                 self._next_lease[1].release_when_granted()
                 self._next_lease = None
             self._sent_before = self._sent
-            self._segments.is_watching = False
-            self._segments.forget()
+            self._notes.segments.is_watching = False
+            self._notes.segments.forget()
             self._collect()
 
     def close(self) -> None:
@@ -164,7 +158,7 @@ class Activations:
         for boundary in boundaries:
             if boundary.leaving is None or boundary.leaving.is_done:
                 boundary.give_up()
-        self._segments.close()
+        self._notes.segments.close()
         self._dropped.clear()
         self._landing.clear()
         self._parking.clear()
@@ -183,7 +177,7 @@ class Activations:
             if boundary.leaving is None or boundary.leaving.is_done:
                 self._dropped.append(boundary.give_up())
         self._staying.clear()
-        self._newest_again = None
+        self._notes.end_step()
         self._collect()
         refused, self._refused_bytes = self._refused_bytes, None
         sums, self._sums = self._sums, _Sums()
@@ -206,26 +200,8 @@ class Activations:
 
     # These methods are called by torch.
 
-    def _pack(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
-        """Return what torch keeps for a tensor that it saves."""
-        again, is_boundary = None, may_leave(tensor, self._device, self._smallest_bytes)
-        if is_boundary or self._segments.is_watching:
-            checkpoint = saving_checkpoint()
-            if checkpoint is not None and self._segments.is_watching:
-                again = self._segments.note_saved(tensor, checkpoint)
-            # A boundary that is computed again may have any size; see segments.py [Note: segments and ranks].
-            is_boundary = checkpoint is not None and (is_boundary or again is not None)
-        if not is_boundary:
-            return Kept.of(tensor)
-        self._collect()
-        if self._synchronizes:
-            torch.accelerator.synchronize(self._device)
-        key = _key_of(tensor)
-        boundary = self._find(key) or self._save(tensor, key, again)
-        return Saved.of(boundary, tensor)
-
     def _unpack(self, packed: Kept | Saved[Boundary]) -> torch.Tensor:
-        """Return the tensor for which `_pack` returned `packed`."""
+        """Return the tensor for which `pack` returned `packed`."""
         if isinstance(packed, Kept):
             return packed.unpack()
         boundary = packed.boundary
@@ -244,19 +220,29 @@ class Activations:
         self._depth.resume()
         return packed.view(boundary.data)
 
-    # These methods are for boundaries that are computed again.
+    # These methods are called by the notes.
 
-    def _kept_input(self, tensor: torch.Tensor) -> Kept | Saved[Boundary]:
-        """Return what a segment keeps for one of its inputs."""
-        key = self._key_if_movable(tensor)
-        boundary = None if key is None else self._find(key)
-        return Kept.of(tensor) if boundary is None else Saved.of(boundary, tensor)
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Return what torch keeps for a tensor that is no boundary."""
+        return Kept.of(tensor)
 
-    def _key_if_movable(self, tensor: torch.Tensor) -> Key | None:
-        """Return the key of a tensor's bytes; None if it can be no boundary, whatever its size."""
-        return _key_of(tensor) if is_movable(tensor, self._device) else None
+    def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> Boundary:
+        """Return a new boundary, which stays where it is for now, and send older ones to the store."""
+        self._collect()
+        if self._synchronizes:
+            torch.accelerator.synchronize(self._device)
+        boundary = Boundary.of(tensor, key, self._next_index, self._dropped)
+        boundary.again = again
+        self._next_index += 1
+        self._sums.saved_bytes += boundary.nbytes
+        self._recorder.boundary(saved=boundary.nbytes)
+        self._order[boundary.index] = weakref.ref(boundary)
+        if again is None:
+            for leaving in self._staying.add(boundary, self._depth.staying):
+                self._send(leaving)
+        return boundary
 
-    def _let_go(self, boundary: Boundary) -> None:
+    def let_go(self, boundary: Boundary) -> None:
         """Keep the bytes of a boundary no longer, because they can be computed again."""
         if boundary.again is None or boundary.tensor is None:
             return
@@ -269,29 +255,6 @@ class Activations:
         self._recorder.boundary(again=boundary.nbytes)
 
     # These methods move boundaries to the store.
-
-    def _find(self, key: Key) -> Boundary | None:
-        """Return the boundary that has these bytes, if torch has not dropped it."""
-        known = self._known.get(key)
-        return None if known is None else known()
-
-    def _save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> Boundary:
-        """Return a new boundary, which stays where it is for now, and send older ones to the store."""
-        boundary = Boundary.of(tensor, key, self._next_index, self._dropped)
-        self._next_index += 1
-        self._sums.saved_bytes += boundary.nbytes
-        self._recorder.boundary(saved=boundary.nbytes)
-        self._known[key] = self._order[boundary.index] = weakref.ref(boundary)
-        if again is not None:
-            boundary.again = again
-            before = None if self._newest_again is None else self._newest_again()
-            if before is not None:
-                self._let_go(before)
-            self._newest_again = weakref.ref(boundary)
-            return boundary
-        for leaving in self._staying.add(boundary, self._depth.staying):
-            self._send(leaving)
-        return boundary
 
     def _send(self, boundary: Boundary) -> None:
         """Begin to copy a boundary into memory of the store, if that has room."""
@@ -497,9 +460,7 @@ class Activations:
         while self._dropped:
             dropped = self._dropped.popleft()
             self._order.pop(dropped.index, None)
-            known = self._known.get(dropped.key)
-            if known is not None and ((boundary := known()) is None or boundary.index == dropped.index):
-                del self._known[dropped.key]
+            self._notes.discard(dropped.key, partial(_is_number, dropped.index))
             if dropped.ahead is not None and dropped.lease is not None:
                 dropped.ahead.drop()
                 self._landing.append((dropped.ahead, dropped.lease))
@@ -533,8 +494,8 @@ class _Sums:
     in_seconds: float = 0.0
 
 
-def _key_of(tensor: torch.Tensor) -> Key:
-    return key_of(tensor, StorageWeakRef(tensor.untyped_storage()))
+def _is_number(index: int, boundary: Boundary) -> bool:
+    return boundary.index == index
 
 
 def _has_left(reference: weakref.ref[Boundary]) -> bool:
