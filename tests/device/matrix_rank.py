@@ -161,6 +161,8 @@ def main() -> None:
     is_alone = int(os.environ["WORLD_SIZE"]) == 1
     if not is_alone:
         dist.init_process_group("cpu:gloo,lag:lag")
+        # The third of three ranks shares a device with the first.
+        os.environ["LOCAL_RANK"] = str(dist.get_rank() % torch.accelerator.device_count())
     writes = is_alone or dist.get_rank() == 0
     before = held_bytes()
     with Path(plan["lines"]).open("a", buffering=1) if writes else nullcontext() as lines:

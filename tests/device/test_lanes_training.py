@@ -212,6 +212,14 @@ def test_a_part_of_the_matrix_has_the_same_bits_whatever_is_late(store: Daemon, 
     assert found["runs"] == {"2 ranks": 4 * len(PART)}
 
 
+def test_three_ranks_share_the_two_devices(store: Daemon, tmp_path: Path) -> None:
+    report = matrix.Report()
+    matrix.play_cells(PART[:1], 3, 1, tmp_path, store.address, report, brief=True)
+    found = report.conclude()
+    assert found["problems"] == []
+    assert found["runs"] == {"3 ranks": 2}
+
+
 @pytest.mark.parametrize("name", ["killed, 1 rank, nvme", "killed, 1 rank, device"])
 def test_a_job_that_is_killed_under_late_copies_has_the_bits_of_one_that_is_not(
     name: str, store: Daemon, tmp_path: Path
