@@ -175,7 +175,7 @@ bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of
 bench-width: venv ## Measure a step of a model whose one layer is four times the host budget (40 GB of disk); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.width --results
 
-bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one host budget (110 GB of disk); updates RESULTS.md (OPTIONS='--memory-limit 3GiB')
+bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one host budget (75 GB of disk); updates RESULTS.md (OPTIONS='--memory-limit 3GiB')
 	$(BIN)/python -m benchmarks.training.depth --results $(OPTIONS)
 
 bench-activations: venv ## Measure memory and steps with boundaries of checkpoints in memory, in the store and on NVMe; updates RESULTS.md

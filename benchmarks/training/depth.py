@@ -4,8 +4,10 @@ The host budget is 512 MiB for every depth, from 0.15 to 2.4 billion parameters,
 do not fit into it. Each depth trains with and without clipping by norm, and with one and with four micro-batches in a
 step. Blocks are checkpointed, and their boundaries wait in the store. Ranks keep no copies of gradients. `compute` is
 forward and backward alone in bf16. `plain` is PyTorch with everything in memory, up to `--plain-up-to` parameters. With
-`--deepspeed`, DeepSpeed has everything on NVMe. `--memory-limit` is a hard limit of the kernel for trainer and daemon
-together, and for DeepSpeed. The result is one JSON object:
+`--deepspeed`, DeepSpeed has everything on NVMe, as far as the disk has room for both. `--memory-limit` is a hard limit
+of the kernel for trainer and daemon together, and for DeepSpeed. In all contestants malloc gives blocks from 256 KiB on
+back to the system when they are freed, because it would keep the more of them the more layers there are. The result is
+one JSON object:
 
 - `machine`, `provenance`, `parameters`, `host_budget_bytes`, `memory_limit_bytes` (null: none)
 - `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain`, `nvme`
@@ -40,11 +42,16 @@ from benchmarks.training.task import HEAD_WIDTH, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 GIB = 1 << 30
-DISK_BYTES_PER_PARAMETER = 46
+# Two versions of 14 bytes, and a gradient in bf16.
+DISK_BYTES_PER_PARAMETER = 30.1
+# The files of the disk probes.
+PROBES_BYTES = 4 * GIB
 # DeepSpeed's files: the parameter in bf16, its master weight, two moments and a gradient in fp32.
 PEER_DISK_BYTES_PER_PARAMETER = 18
 # Boundaries of at least so many bytes go to the store. Those of the benchmark have 512 KiB.
 SMALLEST = 256 << 10
+# A freed gradient of some MiB stays in malloc's heap if a small block was placed behind it: 4 MiB more for each layer.
+RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
 CASES = ((0.0, 1), (1.0, 1), (0.0, 4), (1.0, 4))
 
 FULL_BUDGET = 512 << 20
@@ -86,8 +93,7 @@ def measure(
     progress: Progress,
 ) -> dict[str, Any]:
     """Measure all depths in all cases, and return the result; see the module. It can raise BenchmarkError."""
-    per_parameter = DISK_BYTES_PER_PARAMETER + (PEER_DISK_BYTES_PER_PARAMETER if peer is not None else 0)
-    needed = per_parameter * max(task.gpt2_parameters for task in tasks)
+    needed = PROBES_BYTES + int(DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks))
     machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
     cases = []
     for clip, accumulation in CASES:
@@ -96,12 +102,16 @@ def measure(
             size = task.gpt2_parameters
             entries = [COMPUTE, *([PLAIN] if size <= plain_up_to else [])]
             entries.append(replace(nvme(task, budget), memory_limit=memory_limit))
-            if peer is not None:
+            problem = None if peer is None else _lack_of_disk(size, directory)
+            if peer is not None and problem is None:
                 other = deepspeed("DeepSpeed", task, size, "nvme", peer, deferred=True)
                 entries.append(replace(other, memory_limit=memory_limit))
+            entries = [replace(each, environment={**each.environment, **RETURNING_MALLOC}) for each in entries]
             label = f"{size / 1e6:.1f} M, clip {clip:g}, {accumulation} micro-batches"
             heat = Heat(task, directory, threads=Threads(), progress=prefixed(progress, label))
             found = summaries(heat.run(entries, rounds=rounds, steps=steps), task)
+            if problem is not None:
+                found["DeepSpeed"] = {"not_run": problem}
             sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
         cases.append({"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)})
     return {
@@ -111,6 +121,16 @@ def measure(
         "memory_limit_bytes": memory_limit,
         "cases": cases,
     }
+
+
+def _lack_of_disk(parameters: int, directory: Path) -> str | None:
+    """Return why DeepSpeed cannot run beside this project; None if the disk has room for both."""
+    needed = PROBES_BYTES + int((DISK_BYTES_PER_PARAMETER + PEER_DISK_BYTES_PER_PARAMETER) * parameters)
+    try:
+        machine.check_free_bytes(directory, needed, "a model beside DeepSpeed's")
+    except BenchmarkError as error:
+        return str(error)
+    return None
 
 
 def _flatness(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -130,7 +150,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{shape['precision']}, AdamW; everything on NVMe, boundaries of checkpoints in the store, each step durable, "
         f"`host_budget` {result['host_budget_bytes'] / GIB:.2f} GiB for every depth, no copies of gradients in the "
         "rank. `compute` is forward and backward alone, `plain` PyTorch with everything in memory. Memory is "
-        "proportional (PSS), the largest that was seen."
+        "proportional (PSS), the largest that was seen, with "
+        + " ".join(f"`{name}={value}`" for name, value in RETURNING_MALLOC.items())
+        + " for all."
     ]
     if result["memory_limit_bytes"] is not None:
         texts.append(
