@@ -173,10 +173,13 @@ class Running:
         return answer
 
     def _failure(self, what: str) -> ContestantError:
+        if self._limit is not None and (kills := self._limit.kills):
+            return ContestantError(
+                f"{self.entry.name} {what}: processes that the kernel has killed at the limit of {self._limit.nbytes} "
+                f"bytes: {kills}"
+            )
         self._log.seek(0)
         lines = [line for line in self._log.read().splitlines() if line.strip()]
-        if self._limit is not None and (kills := self._limit.kills):
-            lines.append(f"processes that the kernel has killed at the limit of {self._limit.nbytes} bytes: {kills}")
         return ContestantError(f"{self.entry.name} {what}: " + " | ".join(lines[-ERROR_LINES:]))
 
     def _stop(self, patience_seconds: float) -> None:

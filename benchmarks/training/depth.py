@@ -4,10 +4,10 @@ The host budget is 512 MiB for every depth, from 0.15 to 2.4 billion parameters,
 do not fit into it. Each depth trains with and without clipping by norm, and with one and with four micro-batches in a
 step. Blocks are checkpointed, and their boundaries wait in the store. Ranks keep no copies of gradients. `compute` is
 forward and backward alone in bf16. `plain` is PyTorch with everything in memory, up to `--plain-up-to` parameters. With
-`--deepspeed`, DeepSpeed has everything on NVMe, as far as the disk has room for both. `--memory-limit` is a hard limit
-of the kernel for trainer and daemon together, and for DeepSpeed. In all contestants malloc gives blocks from 256 KiB on
-back to the system when they are freed, because it would keep the more of them the more layers there are. The result is
-one JSON object:
+`--deepspeed`, DeepSpeed has everything on NVMe, with small buckets and sub-groups, because it runs out of memory with
+its defaults, and only as far as the disk has room for both. `--memory-limit` is a hard limit of the kernel for trainer
+and daemon together, and for DeepSpeed. In all contestants malloc gives blocks from 256 KiB on back to the system when
+they are freed, because it would keep the more of them the more layers there are. The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`, `host_budget_bytes`, `memory_limit_bytes` (null: none)
 - `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain`, `nvme`
@@ -104,7 +104,7 @@ def measure(
             entries.append(replace(nvme(task, budget), memory_limit=memory_limit))
             problem = None if peer is None else _lack_of_disk(size, directory)
             if peer is not None and problem is None:
-                other = deepspeed("DeepSpeed", task, size, "nvme", peer, deferred=True)
+                other = deepspeed("DeepSpeed", task, size, "nvme", peer, deferred=True, frugal=True)
                 entries.append(replace(other, memory_limit=memory_limit))
             entries = [replace(each, environment={**each.environment, **RETURNING_MALLOC}) for each in entries]
             label = f"{size / 1e6:.1f} M, clip {clip:g}, {accumulation} micro-batches"

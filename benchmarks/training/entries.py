@@ -29,6 +29,12 @@ _LEAST_NVME_BYTES = 2 << 30
 _AIO = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
 # The least size of DeepSpeed's buffers, which must be at least as large as the largest parameter.
 _LEAST_BUFFER_ELEMENTS = 10_000_000
+# In elements.
+_LEAST_BUCKETS = {
+    "reduce_bucket_size": 5_000_000,
+    "stage3_prefetch_bucket_size": 5_000_000,
+    "stage3_max_live_parameters": 60_000_000,
+}
 
 
 def ours(
@@ -89,11 +95,12 @@ def deepspeed(
     environment: DeepSpeedEnvironment,
     *,
     deferred: bool = False,
+    frugal: bool = False,
 ) -> Entry:
     """Return an entry of DeepSpeed's ZeRO-3 with parameters and optimizer states in `home`.
 
-    Its other settings are those with which it was fastest in our measurements. On an accelerator its host memory is
-    pinned, as its documentation advises. `deferred`: see `contestants.Spec`.
+    Its other settings are those with which it was fastest in our measurements, or, with `frugal`, had least memory. On
+    an accelerator its host memory is pinned, as its documentation advises. `deferred`: see `contestants.Spec`.
     """
     pinned = environment.device != "cpu"
 
@@ -102,8 +109,13 @@ def deepspeed(
         if environment.adam_problem is not None:
             values["optimizer"]["params"]["torch_adam"] = True
         offload = {"device": home, "pin_memory": pinned} | ({"nvme_path": str(directory)} if home == "nvme" else {})
-        pipelined = {"pipeline_read": True, "pipeline_write": True} if home == "nvme" else {}
-        buffers = {"buffer_size": max(_LEAST_BUFFER_ELEMENTS, task.largest_parameter)} if home == "nvme" else {}
+        pipelined = {"pipeline_read": not frugal, "pipeline_write": not frugal} if home == "nvme" else {}
+        largest = max(_LEAST_BUFFER_ELEMENTS, task.largest_parameter)
+        buffers = {"buffer_size": largest} if home == "nvme" else {}
+        if frugal:
+            # A sub-group's states are in host memory at once. By default one has up to 1e9 elements.
+            values["zero_optimization"] |= _LEAST_BUCKETS | {"sub_group_size": largest}
+            buffers |= {"buffer_count": 3}
         values["zero_optimization"] |= {"offload_param": offload | buffers, "offload_optimizer": offload | pipelined}
         return values | {"aio": _AIO, "steps_per_print": 1_000_000}
 
