@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ def run(
         typer.Exit: `measure` failed, and its error was printed.
     """
     failures: tuple[type[Exception], ...] = (BenchmarkError, OSError, *errors)
+    # A benchmark that is told to end leaves its contexts, so that its files, processes and control groups go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         figures = measure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,32 @@ def run(module: str, directory: Path | None, path: str | None = None) -> tuple[d
 def assert_says_where_it_was_measured(result: dict[str, Any]) -> None:
     assert set(result["machine"]) == {"cpu", "cpu_count", "memory_bytes", "kernel", "file_system", "device"}
     assert set(result["provenance"]) == {"date", "git_commit", "python", "torch"}
+
+
+# Measures nothing, with a file in a temporary directory, until it is ended.
+ENDLESS = """
+import sys, tempfile, time
+from pathlib import Path
+from benchmarks.common import report
+
+def measure():
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as directory:
+        (Path(directory) / "file").touch()
+        print("ready", flush=True)
+        time.sleep(600)
+
+report.run("none", "None", "bench-none", measure, str, directory=Path(sys.argv[1]), as_json=False, results=False)
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_removes_its_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("with_fio", [True, False], ids=["with fio", "without fio"])
