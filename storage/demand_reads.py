@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from storage.errors import StepAbortedError
+from storage.errors import ConflictError, StepAbortedError
 from storage.host_cache import HostCache
 from storage.prefetch import PrefetchQueue
 from storage.slab import HostCopy, Slab
@@ -73,7 +73,13 @@ class DemandReads:
         copy = HostCopy(await self._host_cache.room_for(slab), step=None, at_home=False)
         self._host_cache.pin(copy)
         try:
-            version = slab.version_at(_bound(job, as_of))
+            bound = _bound(job, as_of)
+            if not slab.backed and bound not in job.durable:
+                raise ConflictError(
+                    f"{slab.key} cannot be read as of step {bound} any more: only host memory had its bytes, and step "
+                    f"{slab.latest}, which is being committed, has replaced them; read it as of step {slab.latest}"
+                )
+            version = slab.version_at(bound)
             view = self._host.view(copy.arena_range)
             if version is None:
                 # No step up to the wanted one has written the slab, so its bytes are zeros.

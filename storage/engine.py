@@ -506,7 +506,8 @@ class Engine:
                 the newest bytes, committed or not.
 
         Raises:
-            ConflictError: the job has no committed step yet.
+            ConflictError: the job has no committed step yet, or the bytes as of the last one were in host memory only,
+                and the commit under way has replaced them.
             StepAbortedError: the update failed or was abandoned.
             DeviceStuckError: a device does not answer, and the bytes are not in host memory.
             BudgetExceededError: other bytes in use left no room for the slab before the deadline.

@@ -62,7 +62,9 @@ class EvictionOrder:
         copy = self._farthest()
         if copy is None or (later_than is not None and copy.next_use <= later_than):
             return None
-        self._evictable.pop(copy).copy = None
+        slab = self._evictable.pop(copy)
+        if slab.copy is copy:
+            slab.copy = None
         return copy.arena_range
 
     def can_evict(self, copy: HostCopy) -> bool:

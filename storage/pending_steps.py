@@ -192,7 +192,8 @@ class PendingSteps:
                 return False
             while claimed := next((slab for slab in work.group.slabs if slab.copy_write is not None), None):
                 await claimed.unclaimed()
-            if shadow.given_up.is_set():
+            # The group may have got another place meanwhile, where its version belongs on a backing tier.
+            if shadow.given_up.is_set() or any(slab.backed for slab in work.group.slabs):
                 return False
             work.gradient.waits_for_seal = False
             for slab, copy in self._shadows.adopt(shadow).items():
@@ -226,9 +227,11 @@ class PendingSteps:
     async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
         """Wait until all writes of the step are done, and raise an error if the step cannot be committed."""
         step = pending.step
-        if pending.writes:
-            await asyncio.wait(pending.writes.values())
-            for write in pending.writes.values():
+        # A withdrawal that is under way removes its write from the step, which must not be committed without it.
+        writes = list(pending.writes.values())
+        if writes:
+            await asyncio.wait(writes)
+            for write in writes:
                 if write.cancelled():
                     raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
                 if error := write.exception():

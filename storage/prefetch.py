@@ -382,19 +382,22 @@ class PrefetchQueue:
                 range_ = await self._host_cache.room_for(slab)
             copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
             self._host_cache.pin(copy)
+            # While this fetch waited, an update may have given the slab a copy to work on.
+            self._host_cache.free_copy(slab)
             slab.copy = copy
+        # The stamp of the bytes in the copy. A step does not tell, because an update that was withdrawn may have been
+        # made again meanwhile.
+        stamp = slab.stamp if slab.current_copy is copy else None
         try:
-            while copy.step is None or copy.step != slab.latest:
+            while stamp != slab.stamp:
                 if slab.copy is not copy and (newer := slab.current_copy):
                     # A put replaced the slab's copy while this one was read.
                     self._host_cache.pin(newer)
                     self._host_cache.unpin(slab, copy)
                     return newer
-                latest = slab.latest
+                stamp, latest = slab.stamp, slab.latest
                 await self._read(slab, latest, self._host.view(copy.arena_range), fetch.priority)
                 copy.step = latest
-                if latest is None:
-                    break
         except BaseException:
             self._host_cache.unpin(slab, copy)
             raise

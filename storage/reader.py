@@ -72,9 +72,9 @@ class RangeReader:
         """
         for slab, start, count in parts_of(job, fqn, kind, offset, numel):
             itemsize = slab.spec.dtype.itemsize
-            version = slab.latest
+            stamp = slab.stamp
             async for piece in self._read_slab(slab, start * itemsize, count * itemsize):
-                if slab.latest != version:
+                if slab.stamp != stamp:
                     raise ConflictError(f"{slab.key} changed while {fqn!r} was read from it; read it again")
                 yield piece
 

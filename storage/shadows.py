@@ -85,7 +85,7 @@ class Shadows:
     def written(self, shadow: Shadow) -> None:
         """Take note that the update has written the shadows, which wait for the seal from now on."""
         shadow.is_written = False
-        if self._host.queue_depth:
+        if self._host.is_short:
             self._give_way()
 
     def adopt(self, shadow: Shadow) -> dict[Slab, HostCopy]:
@@ -116,9 +116,9 @@ class Shadows:
             self._scratch.free(copy.arena_range)
 
     def _give_way(self) -> None:
-        """Free the shadows that no update writes to, the newest first, until no allocation waits any more."""
+        """Free the shadows that no update writes to, the newest first, until no request waits for room any more."""
         for shadow in reversed(list(self._shadows)):
-            if not self._host.queue_depth:
+            if not self._host.is_short:
                 return
             if not shadow.is_written and shadow.copies:
                 shadow.given_up.set()

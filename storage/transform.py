@@ -320,8 +320,14 @@ class Transformer:
             await asyncio.wait(tasks)
         for passage in away:
             assert passage.copy is not None
-            self._host_cache.make_evictable(passage.slab, passage.copy)
-            passage.evictable = True
+            if passage.slab.copy is passage.copy:
+                self._host_cache.make_evictable(passage.slab, passage.copy)
+                passage.evictable = True
+            else:
+                # A fetch that began before this update has given the slab a copy of its own.
+                self._host_cache.unpin(passage.slab, passage.copy)
+                passage.copy = None
+                self._hold_source(passage)
 
     def _pin_again(self, passages: Sequence[_Passage]) -> None:
         """Pin the copies again that were evictable and are still there.
@@ -472,13 +478,13 @@ class Transformer:
         slab.updated_at = time.monotonic()
         if passage.target is not None:
             slab.add_version(step, passage.target)
-        if passage.copy is not None:
-            passage.copy.step = step
-            copy, passage.copy = passage.copy, None
-            self._host_cache.unpin(slab, copy, copy.next_use)
-        elif slab.copy is not None:
+        copy, passage.copy = passage.copy, None
+        if slab.copy is not copy:
             # Readers fetched this copy while the update ran, and it holds the old version.
             self._host_cache.free_copy(slab)
+        if copy is not None:
+            copy.step = step
+            self._host_cache.unpin(slab, copy, copy.next_use)
 
 
 def _are_in_memory(passages: Sequence[_Passage]) -> bool:

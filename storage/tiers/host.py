@@ -90,6 +90,8 @@ class HostTier:
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
+        # Whether requests wait behind all allocations, by queue.
+        self._waits_behind: list[Callable[[], bool]] = []
         self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
@@ -140,8 +142,22 @@ class HostTier:
         self._on_room.append(callback)
 
     def when_room_is_short(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever an allocation begins to wait, so that other bytes can leave the arena."""
+        """Call `callback` whenever a request begins to wait, so that other bytes can leave the arena."""
         self._on_shortage.append(callback)
+
+    def room_is_short(self) -> None:
+        """Take note that a request begins to wait for room."""
+        for callback in self._on_shortage:
+            callback()
+
+    def wait_behind(self, waits: Callable[[], bool]) -> None:
+        """Take note of a queue of requests that are served when no allocation waits. `waits` says if it has any."""
+        self._waits_behind.append(waits)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether an allocation waits for room, or a request behind all allocations."""
+        return bool(self._waiters) or any(waits() for waits in self._waits_behind)
 
     def take_back_first(self, take_back: Callable[[], ArenaRange | None]) -> None:
         """Call `take_back` before a copy is evicted: it returns a lent range, which the tier frees, or None."""
@@ -172,8 +188,7 @@ class HostTier:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
-        for callback in self._on_shortage:
-            callback()
+        self.room_is_short()
         deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
         try:
             with self.waiting:
@@ -197,8 +212,11 @@ class HostTier:
         return self._allocate(nbytes, from_top=from_top, later_than=later_than)
 
     def allocate_free(self, nbytes: int, *, from_top: bool = True) -> ArenaRange | None:
-        """Return a range of the free room, from its top or bottom, or None. It neither waits nor evicts any copy."""
-        range_ = None if self._waiters else self.arena.allocate(nbytes, from_top=from_top)
+        """Return a range of the room that no request waits for, from its top or bottom, or None.
+
+        It neither waits nor evicts any copy.
+        """
+        range_ = None if self.is_short else self.arena.allocate(nbytes, from_top=from_top)
         if range_ is not None:
             self.counters.moved_bytes += range_.nbytes
         return range_

@@ -90,6 +90,53 @@ async def test_results_give_way_to_an_allocation_and_are_computed_again(tmp_path
         await training.assert_at(1)
 
 
+async def test_results_give_way_to_an_activation(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over(["a", "b"], aside=True)
+        await results_wait(training, 2)
+        with room_taken(engine):
+            activation = await engine.gradients.allocate_activation("shadowed", "session", 1)
+            assert engine.shadows.waiting == 1, "no more are discarded than the activation needs"
+            waiting = asyncio.ensure_future(engine.gradients.allocate_activation("shadowed", "session", 16 * MIB))
+            await asyncio.sleep(0)
+            assert engine.shadows.waiting == 0
+        with room_taken(engine):
+            pass
+        engine.gradients.free(await waiting)
+        engine.gradients.free(activation)
+        await training.hand_over(["c"])
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_no_results_are_kept_in_room_for_which_an_activation_waits(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        ballast = await engine.host.allocate(16 * MIB)
+        waiting = asyncio.ensure_future(engine.gradients.allocate_activation("shadowed", "session", 16 * MIB))
+        await asyncio.sleep(0)
+        await training.hand_over(aside=True)
+        await asyncio.sleep(0.05)
+        assert engine.shadows.nbytes == 0 and not waiting.done()
+        engine.host.free(ballast)
+        engine.gradients.free(await waiting)
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_results_of_a_group_that_goes_to_nvme_meanwhile_are_computed_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
+        training = await Training(engine, replace(LAYOUT, every_steps=1000)).begin()
+        await training.hand_over(aside=True)
+        await results_wait(training)
+        elsewhere = replace(training.layout, weights=TierName.NVME, moments=TierName.NVME)
+        await engine.register(training.job, [elsewhere.group(name) for name in elsewhere.groups])
+        await training.commit(1)
+        assert all(1 in slab.versions for slab in training.job.slabs())
+        await training.assert_at(1)
+
+
 async def test_results_that_are_still_written_give_way_afterwards(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from storage.engine import Engine
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from tests.unit.storage.builders import Layout, Training, opened, room_taken
+from tests.unit.storage.builders import Layout, Training, held_up, opened, room_taken, waiting_for
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]
 POSITION = 2.0
@@ -76,3 +78,35 @@ async def test_not_after_an_update_that_failed(tmp_path: Path) -> None:
         await engine.roll_back(training.job, 1)
         assert [slab for slab in training.job.slabs() if slab.copy is not None] == []
         await training.assert_at(1)
+
+
+async def test_a_fetch_that_was_queued_before_the_update_leaves_no_copy_of_the_old_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update has taken a copy to work on when the fetch gets its turn, and is over after it."""
+    async with opened(tmp_path) as engine:
+        training = await without_copies(engine, DType.FLOAT32)
+        updated, other = parameters(training)
+        read, may_end = engine.nvme.read_into, asyncio.Event()
+
+        async def late(*arguments: Any) -> None:
+            await read(*arguments)
+            await may_end.wait()
+
+        # One fetch is under way at a time.
+        monkeypatch.setattr(engine.queue, "_in_flight_budget", 1)
+        monkeypatch.setattr(engine.nvme, "read_into", late)
+        engine.prefetch("rank", training.job, [(s.key.group, Kind.PARAM, n) for n, s in enumerate((other, updated))])
+        with held_up() as (begun, go_on):
+            await training.hand_over([updated.key.group], wrap=partial(waiting_for, begun, go_on))
+            await asyncio.to_thread(begun.wait)
+            worked_on = updated.copy
+            may_end.set()
+            async with asyncio.timeout(10):
+                while updated.copy is worked_on or updated.current_copy is None:
+                    await asyncio.sleep(0.001)
+            go_on.set()
+        await training.hand_over([other.key.group])
+        await training.commit(2)
+        assert updated.copy is updated.current_copy
+        await training.assert_at(2)

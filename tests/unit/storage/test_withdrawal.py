@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from storage.errors import ConflictError
+from storage.errors import ConflictError, StepAbortedError
 from storage.position_lock import PositionLock
 from storage.shard import DType, Kind, TierName
+from storage.transform import Kernel, Tile
 from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, waiting_for
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
@@ -124,6 +126,87 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
         pin = await reading
         assert (pin.copy.step or 0) == 0
         engine.unpin(pin)
+
+
+async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one_that_was_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both updates are of the same step, so the step does not say which of them was read."""
+
+    def other(kernel: Kernel) -> Kernel:
+        def compute(tile: Tile) -> None:
+            kernel(tile)
+            for state in tile.tensors.values():
+                state.fill_(7.0)
+
+        return compute
+
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over(["a"], wrap=other)
+        await finish_writes(training)
+        for slab in training.job.slabs():
+            engine.host_cache.free_copy(slab)
+        read, made_again = engine.nvme.read_into, asyncio.Event()
+
+        async def late(*arguments: Any) -> None:
+            await read(*arguments)
+            await made_again.wait()
+
+        monkeypatch.setattr(engine.nvme, "read_into", late)
+        reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM))
+        await asyncio.sleep(0.05)
+        monkeypatch.undo()
+        await engine.withdraw(training.job, 1, "a")
+        await training.hand_over()
+        await training.commit(1)
+        made_again.set()
+        pin = await reading
+        expected = training.reference.states(1)["a", "a.weight.0", Kind.PARAM]
+        assert torch.equal(engine.host.tensor(pin.arena_range, DType.FLOAT32, len(expected)), expected)
+        engine.unpin(pin)
+        await training.assert_at(1)
+
+
+async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            withdrawal = asyncio.ensure_future(engine.withdraw(training.job, 1, "a"))
+            await asyncio.sleep(0)
+            commit = asyncio.ensure_future(training.commit(1))
+            await asyncio.sleep(0.01)
+            go_on.set()
+            with pytest.raises(StepAbortedError):
+                await commit
+            await withdrawal
+        await engine.abandon_pending(training.job)
+        await training.assert_at(0)
+        await training.step()
+        await training.assert_at(1)
+
+
+async def test_bytes_of_host_memory_alone_that_a_commit_has_replaced_are_not_made_up(tmp_path: Path) -> None:
+    """Once zeros, or the bytes of the last snapshot, were returned as those of the last committed step."""
+    layout = replace(LAYOUT, weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        with held_up() as (begun, go_on):
+            await training.hand_over(["a"])
+            await training.hand_over(["b", "c"], wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            commit = asyncio.ensure_future(training.commit(1))
+            await asyncio.to_thread(begun.wait)
+            slab = training.job.slab("a", Kind.PARAM)
+            async with asyncio.timeout(10):
+                while slab.latest != 1:
+                    await asyncio.sleep(0.001)
+            with pytest.raises(ConflictError, match="read it as of step 1"):
+                await engine.fetch(training.job, "a", Kind.PARAM, as_of=0)
+            go_on.set()
+            await commit
+        await training.assert_at(1)
 
 
 async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: Path) -> None:
