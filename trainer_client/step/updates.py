@@ -13,9 +13,9 @@ those of an update after the norm. Until the step is made, reads see the paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -52,20 +52,20 @@ class UpdateRule:
     updated: Sequence[bool]
     table: HyperParameterTable
 
-    def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
-        """Return for each shard the row of its hyper-parameters in `table`, or -1 if the step does not update it."""
-        indices = [group.parameters[shard.slot].index for shard in shards]
-        return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
+    def rows(self, group: FlatGroup, shards: Iterable[ShardRange], slots: Container[int] | None = None) -> list[int]:
+        """Return for each shard the row of its hyper-parameters in `table`, or -1 if the step does not update it.
+
+        Only parameters of the group in `slots` are updated; None: those of all slots.
+        """
+        taken = [(shard.slot, group.parameters[shard.slot].index) for shard in shards]
+        return [
+            self.table.row_of(index) if self.updated[index] and (slots is None or slot in slots) else -1
+            for slot, index in taken
+        ]
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
         """Return the hyper-parameters of each shard of an update by this rule; None for a shard without an update."""
         return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
-
-    def only(self, gradient: GradientGroup) -> UpdateRule:
-        """Return the rule for one group, in which only parameters with a gradient are updated."""
-        parameters = gradient.flat_group.parameters
-        present = {parameters[slot].index for slot in gradient.present}
-        return replace(self, updated=[is_updated and i in present for i, is_updated in enumerate(self.updated)])
 
 
 class Updates:
@@ -112,8 +112,7 @@ class Updates:
         if leased is None:
             return
         step, rule = self._foreseen
-        rule = rule.only(gradient)
-        update = self._describe(gradient, leased, rule)
+        update = self._describe(gradient, leased, rule, gradient.present)
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
     def withdraw_early(self) -> None:
@@ -230,14 +229,20 @@ class Updates:
             return None
         return early
 
-    def _describe(self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule) -> GroupUpdate:
-        """Return a group's update by the rule, with the gradient in `leased`, as the store is to make it."""
+    def _describe(
+        self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule, slots: Container[int] | None = None
+    ) -> GroupUpdate:
+        """Return a group's update by the rule, with the gradient in `leased`, as the store is to make it.
+
+        Args:
+            slots: see `UpdateRule.rows`.
+        """
         group = gradient.flat_group
         return GroupUpdate(
             group=group.name,
             gradient=leased,
             scale=rule.scale,
-            hyper_parameters_of_shard=rule.rows(group, group.shards),
+            hyper_parameters_of_shard=rule.rows(group, group.shards, slots),
             clip_value=rule.clip_value,
             next_use=gradient.next_use,
         )
