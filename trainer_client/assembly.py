@@ -127,6 +127,7 @@ def _make_parts(
         meet=rank.collectives.barrier if _has_replicated_parts(rank, job) else lambda: None,
     )
     passes = BackwardPasses(step, scaler, micro_batches, commits)
+    activations = _make_activations(rank, job, resources) if rank.settings.offloads_activations else None
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
@@ -138,8 +139,11 @@ def _make_parts(
         clock=clock,
         recorder=rank.recorder,
         user_backward=passes,
+        is_running_again=lambda: activations is not None and activations.is_running_again,
     )
     hooks.install()
+    if activations is not None:
+        activations.watch(unit.module for unit in job.units if not unit.is_root and unit.tile is None)
     return EngineParts(
         tiling=job.tiling,
         states=job.states,
@@ -155,7 +159,7 @@ def _make_parts(
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
         device_copies=job.device_copies,
-        activations=_make_activations(rank, job, resources) if rank.settings.offloads_activations else None,
+        activations=activations,
         reporter=_make_reporter(user, rank, job, residency, traces),
     )
 
@@ -266,7 +270,6 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
         profiles=checkpoints.profile and rank.collectives.rank == 0,
     )
     resources.callback(activations.close)
-    activations.watch(unit.module for unit in job.units if not unit.is_root and unit.tile is None)
     return activations
 
 

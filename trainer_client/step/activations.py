@@ -133,6 +133,11 @@ class Activations:
         if self._choice.mode is not False:
             self._notes.segments.watch(modules)
 
+    @property
+    def is_running_again(self) -> bool:
+        """Whether a module is being run again for a boundary, in a forward whose graph has no backward."""
+        return self._notes.segments.is_running_again
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Enclose a forward, whose boundaries may leave the device."""

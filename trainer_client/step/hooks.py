@@ -143,6 +143,7 @@ class UnitHooks:
         clock: the clock of the job, so that positions go on growing after a resume.
         recorder: takes note of the phases, and of which unit's code runs.
         user_backward: asked when a gradient comes and `engine.backward` is not running.
+        is_running_again: returns whether a module is being run only to make a boundary again.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class UnitHooks:
         clock: Clock,
         recorder: Recorder,
         user_backward: UserBackward,
+        is_running_again: Callable[[], bool],
     ) -> None:
         self._units = units
         self._root = units[0]
@@ -169,6 +171,7 @@ class UnitHooks:
         self._compute_dtype = compute_dtype
         self._recorder = recorder
         self._user_backward = user_backward
+        self._is_running_again = is_running_again
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
         self._inference = Trace(clock, amid=self._training)
@@ -500,8 +503,9 @@ class UnitHooks:
     def _before_unit(self, unit: Unit, slot: int, args: Any, kwargs: Any) -> None:
         """Watch the unit's inputs, whose gradients will say when its backward is over."""
         # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
-        # exception, because it has run that forward without gradients.
-        is_recomputed = self.phase is Phase.BACKWARD and self._open[slot]
+        # exception, because it has run that forward without gradients. A forward that only makes a boundary again has
+        # no backward, whose hooks would keep its inputs for good.
+        is_recomputed = self.phase is Phase.BACKWARD and (self._open[slot] or self._is_running_again())
         if torch.is_grad_enabled() and not is_recomputed and not is_transformed():
             self._watch_inputs(unit, slot, TensorTree.of((args, kwargs)))
 

@@ -5,11 +5,12 @@ it is. This module owns what it has noted of the newest segment: the module, its
 generators and of autocast. It must never hold the bytes of a boundary.
 
 [Note: which modules are segments] A segment is a watched module whose forward, and nothing else, is enclosed by a
-checkpoint: the checkpoint's function is the module, a method of it, or a partial of one. Transformers' blocks have the
-checkpoint within their forward, hand-written models around it. If a checkpoint encloses a function that calls the
-module, the function may do more, such as choose kernels, so the module is no segment. Neither is one in a reentrant
-checkpoint, whose functions torch does not show, nor one in a checkpoint with contexts of the user's. The checkpoint
-must have saved all inputs with gradients, so that a segment holds no tensor of this size that torch would free.
+checkpoint: the checkpoint's function is the module, its `__call__` as torch has it, which is what transformers' blocks
+enclose, or a partial of one of these. If a checkpoint encloses another function that calls the module, the function may
+do more, such as set a flag of the module, so the module is no segment. A checkpoint within the module's forward may
+enclose any function, because the whole forward runs again. A module in a reentrant checkpoint is no segment, because
+torch does not show its functions, nor is one in a checkpoint with contexts of the user's. The checkpoint must have
+saved all inputs with gradients, so that a segment holds no tensor of this size that torch would free.
 
 [Note: the same values] A segment runs again as torch.utils.checkpoint runs it: with gradients, because torch chooses
 other kernels without them, within a checkpoint, so that it keeps nothing for a backward pass, and with the generators,
@@ -17,11 +18,13 @@ autocast and default device of its first forward.
 
 [Note: segments and ranks] Where a unit is gathered by all ranks together, all of them must run the same segments again.
 So which modules are segments, and which boundaries they can compute, follows from the order of the model's calls and
-from which tensors it passes on, never from sizes or times, which differ between ranks.
+from which tensors it passes on, never from sizes or times, which differ between ranks. For example, `hidden[:, :n]` is
+another tensor than `hidden`, also on a rank whose `n` is the length of the batch, so that both have the same bytes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +42,9 @@ from trainer_client.device import CPU
 from trainer_client.step.boundary import Again, Key, Saved
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.transforms import is_transformed
+
+# What torch names the call of a module.
+_CALLS = (nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl)
 
 # A tensor by the key of its bytes, its first element, its shape and its strides.
 _Place = tuple[Key, int, tuple[int, ...], tuple[int, ...]]
@@ -90,12 +96,16 @@ class _Surroundings:
     def restore(self, restored: ExitStack) -> None:
         """Set all of it until `restored` ends."""
         restored.enter_context(torch.random.fork_rng(self.device_numbers, device_type=self.device.type))
-        torch.set_rng_state(self.cpu_state)
-        set_device_states(self.device_numbers, self.device_states, device_type=self.device.type)
+        self.restore_generators()
         for kind, (enabled, dtype, caches) in self.autocast.items():
             restored.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=caches))
         if torch.get_default_device() != self.default_device:
             restored.enter_context(self.default_device)
+
+    def restore_generators(self) -> None:
+        """Set the random generators."""
+        torch.set_rng_state(self.cpu_state)
+        set_device_states(self.device_numbers, self.device_states, device_type=self.device.type)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,13 +116,13 @@ class Segment:
         module: the module.
         inputs: its positional and keyword arguments, with an Input in the place of each tensor.
         surroundings: what else its result depends on.
-        outputs: the number of each output tensor, by its place.
+        outputs: its output tensors with their versions; None in the place of one that cannot be computed again.
     """
 
     module: nn.Module
     inputs: tuple[Any, Any]
     surroundings: _Surroundings
-    outputs: dict[_Place, int]
+    outputs: list[tuple[weakref.ref[torch.Tensor], int] | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,15 +164,22 @@ class Segments:
         self._device = device
         self._pack = pack
         self._key_of = key_of
-        # The function of the last checkpoint, and what checkpoints have saved, until a watched module's forward ends.
+        # The function of the last checkpoint and the forward that has called the checkpoint, and what checkpoints have
+        # saved, until a watched module's forward ends.
         self._enclosed: Any = None
+        self._caller: _Forward | None = None
         self._saved: set[_Place] = set()
         self._running: _Forward | None = None
         self._newest: Segment | None = None
-        # The module that is run again with its inputs, and its output tensors once it has returned.
-        self._repeated: tuple[nn.Module, Any, Any] | None = None
+        # The segment that is run again with its inputs, and its output tensors once it has returned.
+        self._repeated: tuple[Segment, tuple[Any, Any]] | None = None
         self._results: tuple[torch.Tensor, ...] = ()
         self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_running_again(self) -> bool:
+        """Whether a segment is being run again, in a forward whose graph has no backward."""
+        return self._repeated is not None
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Note the forwards of these modules that are segments; see [Note: which modules are segments]."""
@@ -179,12 +196,12 @@ class Segments:
         It is None if the tensor is no output of the newest segment, or an input of that segment is to be computed again
         itself. A segment computes only one of its outputs again.
         """
-        self._enclosed = _function_of(checkpoint)
+        self._enclosed, self._caller = _function_of(checkpoint), self._running
         segment, place = self._newest, self._place_of(tensor)
         if place is None:
             return None
         self._saved.add(place)
-        if segment is None or (number := segment.outputs.get(place)) is None:
+        if segment is None or (number := _number_of(tensor, segment)) is None:
             return None
         inputs = (kept for kept in _inputs_of(segment) if isinstance(kept.packed, Saved))
         if any(kept.packed.boundary.again is not None for kept in inputs):
@@ -195,7 +212,7 @@ class Segments:
     def forget(self) -> None:
         """Forget the newest segment, because the forward is over."""
         self._saved.clear()
-        self._enclosed = self._running = self._newest = None
+        self._enclosed = self._caller = self._running = self._newest = None
 
     def close(self) -> None:
         """Watch no module any more. Idempotent."""
@@ -205,9 +222,12 @@ class Segments:
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._repeated is not None and self._repeated[0] is module:
-            # A hook that is called before this one has changed these inputs in the first forward already.
-            return self._repeated[1:]
+        if self._repeated is not None and self._repeated[0].module is module:
+            segment, inputs = self._repeated
+            # A hook that is called before this one has changed these inputs in the first forward already, and may have
+            # drawn random numbers.
+            segment.surroundings.restore_generators()
+            return inputs
         if not self.is_watching or is_transformed():
             return None
         self._running = None
@@ -224,14 +244,17 @@ class Segments:
         return None
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._repeated is not None and self._repeated[0] is module:
+        if self._repeated is not None and self._repeated[0].module is module:
             self._results = tuple(tensor.detach() for tensor in TensorTree.of(output).tensors)
         if not self.is_watching or is_transformed():
             return
         running, self._running, self._newest = self._running, None, None
         enclosed, self._enclosed = self._enclosed, None
+        caller, self._caller = self._caller, None
         saved, self._saved = self._saved, set()
-        if running is None or running.module is not module or not _is_forward_of(enclosed, module):
+        if running is None or running.module is not module:
+            return
+        if enclosed is None or (caller is not running and not _is_call_of(enclosed, module)):
             return
         if any(tensor._version != version for tensor, version in running.tensors):
             return
@@ -239,11 +262,12 @@ class Segments:
         if not saved.issuperset(map(self._place_of, followed)):
             return
         given = {self._place_of(tensor) for tensor, _ in running.tensors}
-        outputs = {
-            place: number
-            for number, tensor in enumerate(TensorTree.of(output).tensors)
-            if (place := self._place_of(tensor)) is not None and place not in given
-        }
+        tensors = TensorTree.of(output).tensors
+        places = map(self._place_of, tensors)
+        outputs = [
+            None if place is None or place in given else (weakref.ref(tensor), tensor._version)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
         kept = tree_map_only(torch.Tensor, self._keep, running.inputs)
         self._newest = Segment(module=module, inputs=kept, surroundings=running.surroundings, outputs=outputs)
 
@@ -265,7 +289,7 @@ class Segments:
             return unpack(kept.packed).detach().requires_grad_(kept.requires_grad)
 
         args, kwargs = tree_map_only(Input, tensor_of, segment.inputs)
-        self._repeated = segment.module, args, kwargs
+        self._repeated = segment, (args, kwargs)
         try:
             with ExitStack() as restored:
                 segment.surroundings.restore(restored)
@@ -293,13 +317,23 @@ def _function_of(checkpoint: FrameType) -> Any:
     return None
 
 
-def _is_forward_of(function: Any, module: nn.Module) -> bool:
-    """Return whether a function is the module, a method of it, or a partial of one of these."""
+def _is_call_of(function: Any, module: nn.Module) -> bool:
+    """Return whether a function calls the module and does nothing else."""
     while isinstance(function, partial):
         if function.args:
-            return function.args[0] is module
+            return function.args[0] is module and function.func in _CALLS
         function = function.func
-    return function is module or getattr(function, "__self__", None) is module
+    if function is module:
+        return type(module).__call__ is nn.Module.__call__
+    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) in _CALLS
+
+
+def _number_of(tensor: torch.Tensor, segment: Segment) -> int | None:
+    """Return the number of the output that a tensor is, as the segment has returned it; None if it is none."""
+    for number, output in enumerate(segment.outputs):
+        if output is not None and output[0]() is tensor and output[1] == tensor._version:
+            return number
+    return None
 
 
 def _inputs_of(segment: Segment) -> list[Input]:
