@@ -54,7 +54,7 @@ def run(
         typer.Exit: `measure` failed, and its error was printed.
     """
     failures: tuple[type[Exception], ...] = (BenchmarkError, OSError, *errors)
-    # A benchmark that is told to end leaves its contexts, so that its files, processes and control groups go.
+    # A benchmark that gets this signal leaves its contexts, which remove its files, processes and control groups.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         directory.mkdir(parents=True, exist_ok=True)

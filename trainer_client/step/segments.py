@@ -43,7 +43,7 @@ from trainer_client.step.boundary import Again, Key, Saved
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.transforms import is_transformed
 
-# What torch names the call of a module.
+# A module's call has several names in torch.
 _CALLS = (nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl)
 
 # A tensor by the key of its bytes, its first element, its shape and its strides.

@@ -55,7 +55,7 @@ class UpdateRule:
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange], slots: Container[int] | None = None) -> list[int]:
         """Return for each shard the row of its hyper-parameters in `table`, or -1 if the step does not update it.
 
-        Only parameters of the group in `slots` are updated; None: those of all slots.
+        With `slots`, only the group's parameters in these slots are updated.
         """
         taken = [(shard.slot, group.parameters[shard.slot].index) for shard in shards]
         return [
