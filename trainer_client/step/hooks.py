@@ -572,7 +572,9 @@ class UnitHooks:
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
-            elif unit.tile is not None:
+            else:
+                # The backward of another forward follows, which other units may come before: where two forwards have
+                # one backward pass, all units do.
                 self._release_after_backward(unit)
 
         handle = register_multi_grad_hook(tensors, after_backward)
