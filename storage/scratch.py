@@ -50,11 +50,11 @@ class ScratchRanges:
         return None if range_ is None else self._charge(job, range_)
 
     def allocate_free(self, nbytes: int) -> ArenaRange | None:
-        """Return a range from the bottom of the free room, charged to no job, or None.
+        """Return a range from the bottom of the free and the lent room, charged to no job, or None.
 
         It neither waits nor evicts any copy.
         """
-        range_ = self._host.allocate_free(nbytes, from_top=False)
+        range_ = self._host.allocate_free(nbytes, from_top=False, takes_back=True)
         return None if range_ is None else self._charge("", range_)
 
     def _charge(self, job: str, range_: ArenaRange) -> ArenaRange:

@@ -211,12 +211,17 @@ class HostTier:
             return None
         return self._allocate(nbytes, from_top=from_top, later_than=later_than)
 
-    def allocate_free(self, nbytes: int, *, from_top: bool = True) -> ArenaRange | None:
+    def allocate_free(self, nbytes: int, *, from_top: bool = True, takes_back: bool = False) -> ArenaRange | None:
         """Return a range of the room that no request waits for, from its top or bottom, or None.
 
-        It neither waits nor evicts any copy.
+        It neither waits nor evicts any copy. With `takes_back`, lent memory counts as free.
         """
-        range_ = None if self.is_short else self.arena.allocate(nbytes, from_top=from_top)
+        if self.is_short:
+            return None
+        range_ = self.arena.allocate(nbytes, from_top=from_top)
+        while range_ is None and takes_back and (lent := self._take_back()) is not None:
+            self._free(lent)
+            range_ = self.arena.allocate(nbytes, from_top=from_top)
         if range_ is not None:
             self.counters.moved_bytes += range_.nbytes
         return range_
@@ -225,6 +230,13 @@ class HostTier:
         """Free a range, and serve the allocations that wait for room."""
         self._free(range_)
         self.room_made()
+
+    def free_all(self, ranges: Sequence[ArenaRange]) -> None:
+        """Free ranges, and then serve the allocations that wait for room."""
+        for range_ in ranges:
+            self._free(range_)
+        if ranges:
+            self.room_made()
 
     def room_made(self) -> None:
         """Serve the allocations that wait. The host cache calls this when a copy can be evicted from now on."""

@@ -5,16 +5,19 @@ the host tier takes lent ranges back before it evicts any copy of its own. It mu
 borrower did not write, so a range is zeroed when it becomes part of a loan.
 
 A loan is a sparse address space. Its memory is taken in segments when the borrower first writes to them, and only from
-free room. So a loan that is granted and not used takes nothing.
+free room. So a loan that is granted and not used takes nothing. A segment that was taken back and comes again, because
+the borrower writes to a part of it, has only the pages that were written since.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from storage.errors import BudgetExceededError, InvalidRequestError
 from storage.tiers.arena import ArenaRange
+from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
 
 # The unit in which the arena's memory becomes part of a loan, and in which it is taken back.
@@ -23,6 +26,14 @@ SEGMENT_BYTES = 1 << 20
 MAX_LOANS = 256
 
 _ZEROS = bytes(SEGMENT_BYTES)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """The memory of a segment. Bit N of `pages` is set if the borrower has written to page N of it."""
+
+    range_: ArenaRange
+    pages: int = 0
 
 
 class Loan:
@@ -50,7 +61,7 @@ class Loan:
         self.bytes_written = 0
         self.taken_back_bytes = 0
         self._memory = memory
-        self._segments: dict[int, ArenaRange] = {}
+        self._segments: dict[int, _Segment] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -60,7 +71,7 @@ class Loan:
     @property
     def ranges(self) -> Iterable[ArenaRange]:
         """The ranges of the arena that the loan has."""
-        return self._segments.values()
+        return (segment.range_ for segment in self._segments.values())
 
     def keep(self, first_byte: int, data: memoryview) -> bool:
         """Copy bytes into the loan, and return whether there was room. Without room nothing is changed.
@@ -69,23 +80,25 @@ class Loan:
             InvalidRequestError: the bytes leave the address space that the borrower has asked for.
         """
         self._check(first_byte, len(data))
-        parts = list(_parts(first_byte, len(data)))
+        parts, before = list(_parts(first_byte, len(data))), set(self._segments)
         if first_byte + len(data) > self.size_bytes or not all(self._memory.provide(self, part[0]) for part in parts):
+            self._memory.release(self, self._segments.keys() - before)
             return False
         for segment, offset, start, end in parts:
             self._view(segment)[offset : offset + end - start] = data[start:end]
+            self._segments[segment].pages |= _pages(offset, offset + end - start)
         self.bytes_written += len(data)
         return True
 
     def read(self, first_byte: int, nbytes: int) -> memoryview | bytes | None:
-        """Return bytes of the loan, which the caller copies before its next `await`; None if they are not there.
+        """Return bytes of the loan, which the caller copies before its next `await`; None if they are not all there.
 
         Raises:
             InvalidRequestError: the bytes leave the address space that the borrower has asked for.
         """
         self._check(first_byte, nbytes)
         parts = list(_parts(first_byte, nbytes))
-        if not all(segment in self._segments for segment, *_ in parts):
+        if not all(self._has(segment, _pages(offset, offset + end - start)) for segment, offset, start, end in parts):
             return None
         self.bytes_read += nbytes
         views = [self._view(segment)[offset : offset + end - start] for segment, offset, start, end in parts]
@@ -94,15 +107,17 @@ class Loan:
     def discard(self, first_byte: int, nbytes: int) -> None:
         """Free the segments that lie within the given bytes, which the borrower needs no more."""
         first, end = -(-first_byte // SEGMENT_BYTES), (first_byte + nbytes) // SEGMENT_BYTES
-        for segment in [segment for segment in self._segments if first <= segment < end]:
-            self._memory.release(self, segment)
+        self._memory.release(self, [segment for segment in self._segments if first <= segment < end])
 
     def end(self) -> None:
         """Free the memory of the loan, and forget it. A repeated call has no effect."""
         self._memory.end(self)
 
+    def _has(self, segment: int, pages: int) -> bool:
+        return segment in self._segments and not pages & ~self._segments[segment].pages
+
     def _view(self, segment: int) -> memoryview:
-        return self._memory.host.view(self._segments[segment])
+        return self._memory.host.view(self._segments[segment].range_)
 
     def _check(self, first_byte: int, nbytes: int) -> None:
         if not 0 < nbytes <= SEGMENT_BYTES or first_byte + nbytes > self.wanted_bytes:
@@ -165,9 +180,9 @@ class LentMemory:
         self.budget_bytes, self._per_borrower_bytes = budget_bytes, per_borrower_bytes
         self._set_sizes()
         for loan in self._loans:
-            for segment in [one for one in loan._segments if (one + 1) * SEGMENT_BYTES > loan.size_bytes]:
-                loan.taken_back_bytes += SEGMENT_BYTES
-                self.release(loan, segment)
+            excess = [segment for segment in loan._segments if (segment + 1) * SEGMENT_BYTES > loan.size_bytes]
+            loan.taken_back_bytes += len(excess) * SEGMENT_BYTES
+            self.release(loan, excess)
         while self.used_bytes > budget_bytes and (range_ := self._take_back()) is not None:
             self.host.free(range_)
 
@@ -183,14 +198,20 @@ class LentMemory:
         if range_ is None:
             return False
         self.host.view(range_)[:] = _ZEROS
-        loan._segments[segment] = range_
+        loan._segments[segment] = _Segment(range_)
         self._taken[loan, segment] = None
         return True
 
-    def release(self, loan: Loan, segment: int) -> None:
-        """Free the memory of a segment."""
-        del self._taken[loan, segment]
-        self.host.free(loan._segments.pop(segment))
+    def release(self, loan: Loan, segments: Iterable[int]) -> None:
+        """Free the memory of segments.
+
+        All of them leave the loan first, because a request that is given the room may take back others of the loan.
+        """
+        freed = []
+        for segment in segments:
+            del self._taken[loan, segment]
+            freed.append(loan._segments.pop(segment).range_)
+        self.host.free_all(freed)
 
     def end(self, loan: Loan) -> None:
         """Free the memory of a loan, and forget it. A repeated call has no effect."""
@@ -199,8 +220,7 @@ class LentMemory:
         loan.is_ended = True
         loan.size_bytes = 0
         self._loans.remove(loan)
-        for segment in list(loan._segments):
-            self.release(loan, segment)
+        self.release(loan, list(loan._segments))
         loan.changed.set()
 
     def close(self) -> None:
@@ -214,7 +234,7 @@ class LentMemory:
             return None
         (loan, segment), _ = self._taken.popitem()
         loan.taken_back_bytes += SEGMENT_BYTES
-        return loan._segments.pop(segment)
+        return loan._segments.pop(segment).range_
 
     def _set_sizes(self) -> None:
         limit = self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
@@ -223,6 +243,12 @@ class LentMemory:
             if size != loan.size_bytes:
                 loan.size_bytes = size
                 loan.changed.set()
+
+
+def _pages(start: int, end: int) -> int:
+    """Return the bits of the pages of a segment in which bytes `[start, end)` of it lie."""
+    first, last = start // PAGE_BYTES, -(-end // PAGE_BYTES)
+    return (1 << last) - (1 << first)
 
 
 def _parts(first_byte: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:

@@ -153,24 +153,26 @@ class RemoteTier:
 
     async def _hold_loan(self, source: Source) -> str:
         """Take a loan, and return why it has ended, or why there is none."""
-        others = sum(other.directory.size_bytes for other in self._sources if other is not source)
-        if others >= self.budget_bytes:
-            return f"remote.budget {self.budget_bytes} is borrowed of other lenders"
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         source.ended = ended
-        on_size = partial(self._resize, source)
+        on_size = partial(self._note_grant, source)
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                memory = await source.lender.borrow(self.budget_bytes - others, on_size, partial(_settle, ended))
+                # Other lenders, whose grants may be enough now, can be lost. A grant that is not used costs nothing.
+                memory = await source.lender.borrow(self.budget_bytes, on_size, partial(_settle, ended))
         except (LenderError, TimeoutError) as error:
             self._end(source, "")
             return str(error) or f"no answer for {self._timeout_seconds:g} s"
         source.memory, source.problem, source.told, source.full_until = memory, "", "", 0.0
         source.room_to_send = asyncio.Semaphore(MOST_SPANS_SENT)
         source.state = LenderState.IN_USE if self._is_always_used else LenderState.TRIAL
-        source.rate.reset()
-        log.info("lender %s lends %d bytes", source.lender.address, source.directory.size_bytes)
-        self._on_event(source.lender.address, f"this lender lends {source.directory.size_bytes} bytes")
+        source.rate.reset(source.bytes_read, source.reading.elapsed)
+        self._share_budget()
+        log.info(
+            "lender %s lends %d bytes, of which the budget allows %d",
+            *(source.lender.address, source.granted_bytes, source.directory.size_bytes),
+        )
+        self._on_event(source.lender.address, f"this lender lends {source.granted_bytes} bytes")
         try:
             reason = await ended
         finally:
@@ -178,11 +180,28 @@ class RemoteTier:
         source.losses += 1
         return reason
 
-    def _resize(self, source: Source, size_bytes: int) -> None:
-        """Use so many bytes of a lender, as far as the budget allows: two may have granted all of it at once."""
-        others = sum(other.directory.size_bytes for other in self._sources if other is not source)
-        for copy in source.directory.resize(max(0, min(size_bytes, self.budget_bytes - others))):
-            self._forget(copy)
+    def _note_grant(self, source: Source, size_bytes: int) -> None:
+        source.granted_bytes = size_bytes
+        self._share_budget()
+
+    def _share_budget(self) -> None:
+        """Divide the budget among the lenders that are used. A lender keeps what it has, and the first ones get more.
+
+        So another lender takes the place of one that is lost, has less, or is slower than NVMe.
+        """
+        sizes = {
+            source: min(source.directory.size_bytes, source.granted_bytes) if source.is_used else 0
+            for source in self._sources
+        }
+        rest = self.budget_bytes - sum(sizes.values())
+        for source in filter(lambda source: source.is_used, self._sources):
+            more = min(source.granted_bytes - sizes[source], rest)
+            sizes[source] += more
+            rest -= more
+        for source, size_bytes in sizes.items():
+            if size_bytes != source.directory.size_bytes:
+                for copy in source.directory.resize(size_bytes):
+                    self._forget(copy)
 
     def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
         """End a loan because a call of it has failed. Other calls of the same loan fail at once, too."""
@@ -195,7 +214,8 @@ class RemoteTier:
         memory, source.memory = source.memory, None
         source.state = LenderState.AWAY
         source.problem = reason or source.problem
-        self._resize(source, 0)
+        source.granted_bytes = 0
+        self._share_budget()
         if memory is not None:
             memory.close()
 
@@ -372,12 +392,14 @@ class RemoteTier:
         log.info("lender %s: %.3g MB/s, nvme: %.3g MB/s", source.lender.address, ours / 1e6, nvme / 1e6)
         for copy in source.directory.copies:
             self._drop(source, copy)
+        self._share_budget()
         asyncio.get_running_loop().call_later(self._retry_seconds, self._try_again, source, source.memory)
 
     def _try_again(self, source: Source, memory: BorrowedMemory | None) -> None:
         if source.memory is memory and source.state is LenderState.SLOWER:
             source.state = LenderState.TRIAL
-            source.rate.reset()
+            self._share_budget()
+            source.rate.reset(source.bytes_read, source.reading.elapsed)
 
     # --- pushes
 

@@ -54,9 +54,10 @@ class Rate:
             self._seconds *= RATE_BYTES / self._bytes
             self._bytes = RATE_BYTES
 
-    def reset(self) -> None:
-        """Forget the figure; the counters go on."""
+    def reset(self, total_bytes: int, total_seconds: float) -> None:
+        """Forget the figure, and begin another one with what the counters are now."""
         self._bytes = self._seconds = 0.0
+        self._last_bytes, self._last_seconds = total_bytes, total_seconds
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -74,6 +75,7 @@ class Source:
         problem: why it is away; empty if it is not.
         told: the problem that was logged last, so that it is logged once.
         memory: the loan's memory; None while there is no loan.
+        granted_bytes: what the lender lends. The directory's size is what the budget allows of it.
         directory: what lies where in it.
         ended: set to the reason when the loan has ended.
         room_to_send: bounds the spans that are on their way.
@@ -90,6 +92,7 @@ class Source:
     problem: str = "not connected yet"
     told: str = ""
     memory: BorrowedMemory | None = None
+    granted_bytes: int = 0
     directory: LoanDirectory = field(default_factory=LoanDirectory)
     ended: asyncio.Future[str] | None = None
     room_to_send: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_SPANS_SENT))

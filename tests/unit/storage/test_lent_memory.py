@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from storage.accounts import Holder
 from storage.engine import Engine
 from storage.errors import BudgetExceededError, InvalidRequestError
-from storage.shard import Kind
+from storage.shard import Kind, TierName
 from storage.slab import NEVER
 from storage.tiers.lent import MAX_LOANS, SEGMENT_BYTES, Loan
 from tests.unit.storage.builders import MIB, Layout, Training, opened
@@ -34,12 +35,65 @@ async def test_what_is_kept_is_read_and_nothing_else_is_shown(tmp_path: Path) ->
         assert loan.keep(start, DATA[:8192])
         assert loan.used_bytes == 2 * SEGMENT_BYTES
         assert bytes(loan.read(start, 8192) or b"") == bytes(DATA[:8192])
-        assert bytes(loan.read(0, 4096) or b"") == bytes(4096)
+        # The borrower has not written these bytes, which have the same segment.
+        assert loan.read(0, 4096) is None and loan.read(start - 4096, 8192) is None
         for first_byte, nbytes in ((4 * MIB - 1, 2), (0, 0), (0, SEGMENT_BYTES + 1)):
             with pytest.raises(InvalidRequestError, match=f"of a loan of {4 * MIB} bytes"):
                 loan.read(first_byte, nbytes)
         loan.end()
         assert engine.lent.used_bytes == 0 and not engine.lent.loans and not loan.keep(0, DATA)
+
+
+async def test_a_part_of_a_segment_that_was_taken_back_does_not_come_again_with_the_rest(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 * MIB, lend_bytes=8 * MIB) as engine:
+        loan = loan_of(engine, 4 * MIB)
+        assert loan.keep(0, DATA[:4096]) and loan.keep(4096, DATA[:8000])
+        range_ = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes + SEGMENT_BYTES)
+        assert loan.used_bytes == 0
+        engine.host.free(range_)
+        assert loan.keep(4096, DATA[:8000])
+        assert loan.read(0, 4096) is None
+        assert bytes(loan.read(4096, 8000) or b"") == bytes(DATA[:8000])
+        loan.end()
+
+
+async def test_a_loan_ends_while_a_prefetch_waits_for_more_room_than_it_frees(tmp_path: Path) -> None:
+    """The first range that was freed once had the prefetch take back others, which the end of the loan then missed."""
+    async with opened(tmp_path, host_budget_bytes=32 * MIB, nvme_budget_bytes=128 * MIB, lend_bytes=4 * MIB) as engine:
+        training = await Training(engine, Layout(numels=(1_500_003,), groups=("block.0",))).begin()
+        for slab in training.job.slabs():
+            engine.host_cache.free_copy(slab)
+        held = []
+        while range_ := engine.host.allocate_free(SEGMENT_BYTES):
+            held.append(range_)
+        engine.prefetch("rank", training.job, [("block.0", Kind.PARAM, 1)])
+        # Three segments are free that are no neighbours, and the prefetch needs six in a row.
+        for range_ in held[:6:2]:
+            engine.host.free(range_)
+        loan = loan_of(engine, 4 * MIB)
+        assert [loan.keep(number * MIB, DATA) for number in range(4)] == [True, True, True, False]
+        loan.end()
+        assert engine.lent.used_bytes == 0
+        for range_ in (*held[1:6:2], *held[6:]):
+            engine.host.free(range_)
+        await training.assert_at(0)
+
+
+async def test_results_of_early_updates_take_the_place_of_lent_memory(tmp_path: Path) -> None:
+    layout = Layout(weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
+    async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=32 * MIB) as engine:
+        training = await Training(engine, layout).begin()
+        loan, kept = loan_of(engine, 32 * MIB), 0
+        while loan.keep(kept * MIB, DATA):
+            kept += 1
+        await training.hand_over(aside=True)
+        async with asyncio.timeout(10):
+            while engine.shadows.waiting != len(layout.groups):
+                await asyncio.sleep(0.001)
+        assert loan.taken_back_bytes
+        await training.commit(1)
+        await training.assert_at(1)
+        loan.end()
 
 
 async def test_the_limits_hold_for_all_for_one_borrower_and_when_they_change(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from storage.tiers.lent import SEGMENT_BYTES
 from storage.tiers.loan_directory import LoanDirectory
 from storage.tiers.nvme import NvmeRegion
 from storage.tiers.remote import RemoteTier
-from storage.tiers.source import LEAST_RATE_BYTES, LenderState
+from storage.tiers.source import LEAST_RATE_BYTES, LenderState, Rate
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, TILED, Layout, Training, opened, quiesce
 from tests.unit.storage.lender_in_process import LenderInProcess
 from tests.unit.storage.test_third_tier import evict_all
@@ -251,6 +251,41 @@ async def test_two_lenders_together_give_no_more_than_the_budget(tmp_path: Path)
         assert sum(info.size_bytes for info in tier.lenders) == 6 * MIB
         await tier.close()
         assert not engine.lent.loans
+
+
+async def test_a_second_lender_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=16 * MIB) as engine:
+        lenders = [LenderInProcess(engine.lent, f"lender:{number}") for number in range(2)]
+        tier = RemoteTier(lenders, TierCounters(), budget_bytes=6 * MIB, retry_seconds=0.01)
+
+        def sizes() -> list[int]:
+            return [info.size_bytes // MIB for info in tier.lenders]
+
+        tier.start()
+        await asyncio.sleep(0.05)
+        assert sizes() == [6, 0]
+        lenders[0].die()
+        await asyncio.sleep(0.05)
+        assert sizes() == [0, 6]
+        # The first one comes back, and gets what the second one has no more.
+        lenders[0].is_away = False
+        await asyncio.sleep(0.05)
+        assert sizes() == [0, 6]
+        engine.lent.resize(4 * MIB, None)
+        await asyncio.sleep(0.05)
+        assert sizes() == [2, 4]
+        await tier.close()
+        assert not engine.lent.loans
+
+
+def test_a_rate_begins_anew_with_what_the_counters_are() -> None:
+    """The seconds of a read that timed out, which has moved no bytes, belong to the loan that it has ended."""
+    rate = Rate()
+    rate.sample(LEAST_RATE_BYTES, 1.0)
+    rate.reset(LEAST_RATE_BYTES, 3.0)
+    assert rate.bytes_per_second is None
+    rate.sample(2 * LEAST_RATE_BYTES, 4.0)
+    assert rate.bytes_per_second == LEAST_RATE_BYTES
 
 
 async def test_copies_that_are_needed_last_give_way_and_states_do_not_push_each_other_out(tmp_path: Path) -> None:
