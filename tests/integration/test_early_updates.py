@@ -212,6 +212,29 @@ def test_the_model_is_used_before_the_step(model_store: str, place: str) -> None
     assert begun > withdrawn > 0
 
 
+@AT_EACH_PLACE
+def test_gradients_of_inputs_alone_are_asked_for_before_the_step(model_store: str, place: str) -> None:
+    """Such a pass goes through all units, whose gradients are complete already, and changes none of them."""
+
+    def grad(number: int, model: Any) -> None:
+        torch.manual_seed(number)
+        inputs = torch.randn(2, 8, 32, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(inputs_embeds=inputs).logits.square().mean(), inputs)
+        found.append(gradient)
+
+    found: list[torch.Tensor] = []
+    begun, withdrawn = run_both(
+        model_store,
+        "inputs",
+        place,
+        lambda number, plain: grad(number, plain[0]),
+        grad,
+    )
+    assert begun > 0 and withdrawn == 0
+    plain, stored = found[: len(BATCHES)], found[len(BATCHES) :]
+    assert all(torch.equal(one, other) for one, other in zip(plain, stored, strict=True))
+
+
 def test_weights_are_read_as_they_were(model_store: str) -> None:
     """Reads by name between backward and step give the former weights and moments, although their updates have
     begun."""

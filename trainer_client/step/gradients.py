@@ -475,9 +475,14 @@ class Gradients:
     def hand_over(self, gradient: GradientGroup, act: Act) -> None:
         """Begin to bring a reduced gradient to its home, if this pass is expected to be the last one of the step.
 
+        A gradient that has not changed since the last time is there, or on its way: so are all of them in a pass that
+        computes the gradients of inputs only.
+
         Args:
             act: see GradientGroup.hand_over.
         """
+        if gradient.is_handed_over:
+            return
         if self._is_last:
             gradient.hand_over(act)
         elif self._sums_stay():
