@@ -234,6 +234,29 @@ def test_a_frozen_tiled_layer_is_not_trained(model_store: str, job: str) -> None
             assert torch.equal(before, after) is frozen
 
 
+def test_a_weight_with_hooks_on_its_gradient_stays_whole_and_a_tiled_one_takes_none(
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Autograd knows nothing of a tiled parameter, so a hook that masks its gradient would never be called."""
+    model = build_model(Run())
+    hooked = "transformer.h.0.mlp.c_proj.weight"
+    dict(model.named_parameters())[hooked].register_hook(torch.zeros_like)
+    optimizer, _ = make_optimizer(model, Run())
+    config = config_of(model_store, job, "nvme", tiling=SIXTEEN)
+    engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=config)
+    with engine:
+        assert f"{hooked} (65536 bytes: it has hooks on its gradient)" in caplog.text
+        (batch,) = micro_batches(1)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        gradient = engine.get_full(hooked, "grad")
+        assert gradient is not None and not gradient.any()
+        weight: Any = dict(model.named_parameters())["transformer.h.1.mlp.c_proj.weight"]
+        for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+            with pytest.raises(TiledParameterError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight"):
+                register(lambda _: None)
+        engine.step()
+
+
 def test_tiling_is_refused_where_parameters_stay_whole(model_store: str, job: str) -> None:
     config = config_of(model_store, job, "cpu", tiling=SIXTEEN)
     config["zero_optimization"] = {"stage": 2}

@@ -137,10 +137,13 @@ class CausalLoss:
 
 def _find(model: nn.Module) -> Any:
     """Return the causal language model in a model."""
-    found = []
+    found: list[tuple[Any, nn.Module]] = []
     for module in model.modules():
-        loss = getattr(module, "loss_function", None)
-        find_head = getattr(module, "get_output_embeddings", None)
+        # Wrappers, such as those of PEFT, have the attributes of the model within them, but no class that has them.
+        if not (hasattr(type(module), "loss_function") and hasattr(type(module), "get_output_embeddings")):
+            continue
+        loss: Any = module.loss_function
+        find_head: Any = module.get_output_embeddings
         if getattr(loss, "__name__", "") == _LOSS and callable(find_head) and (head := find_head()) is not None:
             found.append((module, head))
     if len(found) != 1:

@@ -59,6 +59,13 @@ def chunked_cross_entropy(
             f"chunked_cross_entropy: hidden states of shape {list(hidden.shape)} do not go with labels of shape "
             f"{list(labels.shape)}: give one label for each token"
         )
+    others = {id(parameter) for parameter in head.parameters() if parameter.requires_grad}
+    if others - {id(head.weight), id(getattr(head, "bias", None))}:
+        raise ValueError(
+            f"chunked_cross_entropy: the head is a {type(head).__name__} that has other parameters than its weight and "
+            "bias, such as those of an adapter, which the loss would leave out: leave the head out of the adapter, or "
+            "compute the loss from its output"
+        )
     # Gradients of the parts are added up in the dtype of this tensor.
     flat = hidden.reshape(-1, hidden.shape[-1]).float()
     targets = labels.reshape(-1).to(hidden.device)

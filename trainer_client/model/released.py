@@ -50,12 +50,23 @@ _METADATA = frozenset(
 )
 
 
+# A hook on the gradient of a parameter to which autograd gives none would never be called.
+_GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+
+
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """The class of a parameter before its release, and the callback for a use of its values."""
+    """What a parameter was before its release.
+
+    Attributes:
+        cls: its class.
+        on_access: the callback for a use of its values.
+        has_gradient: whether autograd gives the parameter gradients.
+    """
 
     cls: type[nn.Parameter]
     on_access: Callable[[str], None]
+    has_gradient: bool
 
 
 class ReleasedParameter(UnavailableParameter):
@@ -69,7 +80,7 @@ class ReleasedParameter(UnavailableParameter):
     ) -> Any:
         kwargs = kwargs or {}
         name, is_attribute = _name_of(func)
-        if name not in _VALUES if is_attribute else func in _METADATA:
+        if name not in _VALUES if is_attribute else func in _METADATA and not _is_in_vain(func, args):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for argument in tree_leaves((args, kwargs)):
             # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
@@ -85,15 +96,19 @@ class ReleasedParameter(UnavailableParameter):
         return format(repr(self), format_spec)
 
 
-def release(parameter: nn.Parameter, on_access: Callable[[str], None]) -> None:
+def _is_in_vain(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    return func in _GRADIENT_HOOKS and not args[0]._paramserver_original.has_gradient
+
+
+def release(parameter: nn.Parameter, on_access: Callable[[str], None], *, has_gradient: bool = True) -> None:
     """Make the parameter a `ReleasedParameter`; idempotent.
 
     Before a function of torch gets the parameter's values, `on_access` is called with the function's name. It has to
-    call `restore` with the parameter, or raise.
+    call `restore` with the parameter, or raise. Without `has_gradient`, this is so for hooks on its gradient, too.
     """
     if not isinstance(parameter, ReleasedParameter):
         show_status(parameter, ZeroParamStatus.AVAILABLE)
-        parameter._paramserver_original = _Original(type(parameter), on_access)  # type: ignore[attr-defined]
+        parameter._paramserver_original = _Original(type(parameter), on_access, has_gradient)  # type: ignore[attr-defined]
         parameter.__class__ = ReleasedParameter
 
 

@@ -188,6 +188,8 @@ def _why_whole(parameter: ModelParameter, users: Iterable[tuple[nn.Module, str]]
     """Return why a parameter is not cut; None if it is."""
     if any(fnmatchcase(parameter.fqn, pattern) for pattern in exclude):
         return "excluded"
+    if parameter.tensor._backward_hooks or parameter.tensor._post_accumulate_grad_hooks:
+        return "it has hooks on its gradient"
     return next((reason for module, name in users if (reason := why_not(module, name)) is not None), None)
 
 

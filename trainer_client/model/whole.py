@@ -17,7 +17,7 @@ from trainer_client.model.released import release, restore
 
 @torch.no_grad()
 def hide_whole(parameter: ModelParameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Free a tiled parameter's memory. A function of torch that needs its values raises from now on.
+    """Free a tiled parameter's memory. A function of torch that needs its values or its gradient raises from now on.
 
     Args:
         parameter: the whole parameter.
@@ -25,7 +25,8 @@ def hide_whole(parameter: ModelParameter, dtype: torch.dtype, device: torch.devi
     """
     restore(parameter.tensor)
     parameter.tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
-    release(parameter.tensor, partial(_refuse, parameter.fqn))
+    # Each use of a tile has a leaf of its own, so autograd knows nothing of the whole parameter.
+    release(parameter.tensor, partial(_refuse, parameter.fqn), has_gradient=False)
     show_part(parameter.tensor, part_of(0, dtype))
 
 

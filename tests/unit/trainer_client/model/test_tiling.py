@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -208,6 +209,21 @@ def test_a_causal_model_of_transformers_trains_with_the_chunked_loss(arguments: 
     chunked.train()
     loss.remove()
     assert torch.equal(chunked(input_ids=tokens, labels=tokens).loss, outputs[0].loss) or arguments
+
+
+# PEFT asks for it under its former name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_causal_model_within_wrappers_is_found_and_its_head_has_no_adapter() -> None:
+    shape = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
+    wrapped = peft.get_peft_model(
+        GPT2LMHeadModel(shape), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    loss = CausalLoss(wrapped, tokens=4)
+    loss.remove()
+    shape.tie_word_embeddings = False
+    adapted = peft.get_peft_model(GPT2LMHeadModel(shape), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="such as those of an adapter"):
+        chunked_cross_entropy(torch.randn(3, 16), adapted.get_output_embeddings(), torch.zeros(3, dtype=torch.long))
 
 
 def test_a_model_that_changes_its_logits_before_the_loss_is_refused() -> None:
