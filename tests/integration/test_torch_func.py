@@ -71,3 +71,31 @@ def test_a_transform_of_an_engine_is_that_of_the_plain_model(model_store: str, j
             optimizer.zero_grad()
         weights = engine.full_state_dict()
     torch.testing.assert_close(weights, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_the_input_of_the_first_block_are_asked_for_alone(model_store: str, job: str, stage: str) -> None:
+    """The input is a leaf that goes into a unit as it is, of which torch's hook on several gradients knows nothing."""
+    model = Net()
+    plain = deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": STAGES[stage],
+        "paramserver": {"address": model_store, "job": job},
+    }
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    with trainer_client.initialize(model=model, config=config)[0] as engine:
+        for number in range(3):
+            inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
+            expected, found = (torch.autograd.grad(each(inputs).sum(), inputs)[0] for each in (plain, engine))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            plain(inputs).mean().backward()
+            expected, inputs.grad = inputs.grad, None
+            engine.backward(engine(inputs).mean())
+            torch.testing.assert_close(inputs.grad, expected, rtol=0, atol=0)
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = engine.full_state_dict()
+    torch.testing.assert_close(weights, dict(plain.state_dict()))

@@ -52,7 +52,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
@@ -60,6 +59,7 @@ from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
+from trainer_client.step.gradient_hooks import AllGradientsHook
 from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
@@ -565,10 +565,10 @@ class UnitHooks:
         # The inputs of a reentrant checkpoint are leaves. Autograd accumulates their gradients among those of the
         # parameters, in any order, so parameters may still miss theirs.
         has_leaves = any(tensor.is_leaf for tensor in tensors)
-        handle: RemovableHandle
+        hook: AllGradientsHook
 
-        def after_backward(_: Sequence[torch.Tensor | None]) -> None:
-            handle.remove()
+        def after_backward() -> None:
+            hook.remove()
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
@@ -577,7 +577,7 @@ class UnitHooks:
                 # one backward pass, all units do.
                 self._release_after_backward(unit)
 
-        handle = register_multi_grad_hook(tensors, after_backward)
+        hook = AllGradientsHook(tensors, after_backward)
 
     def _remove_records(self, since: int) -> None:
         """Expect no backward of the forwards recorded after the first `since`, because they have failed."""

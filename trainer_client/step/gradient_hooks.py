@@ -1,0 +1,55 @@
+"""A hook that is called once in a backward pass: when all gradients of several tensors have come.
+
+It does what `torch.autograd.graph.register_multi_grad_hook` does, also where `torch.autograd.grad` asks for the
+gradient of one of the tensors that is a leaf, such as the input of the first block of a model. There torch's own hook
+raises in the middle of the pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+
+class AllGradientsHook:
+    """Calls a function when those gradients of some tensors have come that a backward pass computes."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], act: Callable[[], None]) -> None:
+        """Call `act` in each backward pass until `remove`. All tensors require a gradient."""
+        self._nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+        self._act = act
+        # The number of gradients that are still to come, by pass. Autograd's threads may call `_note` at once.
+        self._missing: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._handles: list[RemovableHandle] = [tensor.register_hook(self._note) for tensor in tensors]
+
+    def remove(self) -> None:
+        """Call the function no more. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+    def _note(self, _: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            if number not in self._missing:
+                self._missing[number] = sum(map(_is_computed, self._nodes))
+            self._missing[number] -= 1
+            if self._missing[number]:
+                return
+            del self._missing[number]
+        self._act()
+
+
+def _is_computed(node: Node) -> bool:
+    """Return whether the backward pass under way computes the gradient of a tensor, by its node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # torch cannot tell of a leaf whose gradient `torch.autograd.grad` returns, and says so only of such a leaf.
+        return True
