@@ -91,9 +91,9 @@ def test_gradients_of_the_input_of_the_first_block_are_asked_for_alone(model_sto
             expected, found = (torch.autograd.grad(each(inputs).sum(), inputs)[0] for each in (plain, engine))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
             plain(inputs).mean().backward()
-            expected, inputs.grad = inputs.grad, None
+            of_plain, inputs.grad = inputs.grad, None
             engine.backward(engine(inputs).mean())
-            torch.testing.assert_close(inputs.grad, expected, rtol=0, atol=0)
+            torch.testing.assert_close(inputs.grad, of_plain, rtol=0, atol=0)
             engine.step()
             optimizer.step()
             optimizer.zero_grad()
