@@ -12,7 +12,8 @@ from typing import Self
 
 import psutil
 
-SAMPLE_SECONDS = 0.1
+# A peak, such as that of the gradients of the logits, lasts some 50 ms in a step of a second.
+SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

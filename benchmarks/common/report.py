@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def run(
     name: str,
     title: str,
     target: str,
-    measure: Callable[[], dict[str, Any]],
+    measure: Callable[[], dict[str, Any] | Iterator[dict[str, Any]]],
     markdown: Callable[[dict[str, Any]], str],
     *,
     directory: Path,
@@ -42,7 +42,8 @@ def run(
 
     Args:
         target: make's target that runs this benchmark.
-        measure: returns the figures, to which the machine and the provenance are added.
+        measure: returns the figures, to which the machine and the provenance are added. A benchmark of many parts may
+            yield the figures so far after each part: they are kept at once, in case a later part fails.
         markdown: returns the section's body for a result.
         directory: the folder on whose file system `measure` works; it is made if it does not exist.
         as_json: whether the result is printed as a JSON object, and not as the section's body.
@@ -56,16 +57,19 @@ def run(
     failures: tuple[type[Exception], ...] = (BenchmarkError, OSError, *errors)
     # A benchmark that gets this signal leaves its contexts, which remove its files, processes and control groups.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    result: dict[str, Any] = {}
+    body = ""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        figures = measure()
+        measured = measure()
+        for figures in [measured] if isinstance(measured, dict) else measured:
+            result = {"machine": machine.describe(directory), "provenance": machine.provenance(), **figures}
+            body = markdown(result)
+            if results:
+                store(name, title, result, body, f"make {target} {arguments}".strip())
     except failures as error:
         typer.echo(f"{target}: {error}", err=True)
         raise typer.Exit(1) from None
-    result = {"machine": machine.describe(directory), "provenance": machine.provenance(), **figures}
-    body = markdown(result)
-    if results:
-        store(name, title, result, body, f"make {target} {arguments}".strip())
     typer.echo(json.dumps(result, indent=1) if as_json else body)
     return result
 

@@ -20,7 +20,7 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,8 +91,12 @@ def measure(
     memory_limit: int | None = None,
     peer: DeepSpeedEnvironment | None = None,
     progress: Progress,
-) -> dict[str, Any]:
-    """Measure all depths in all cases, and return the result; see the module. It can raise BenchmarkError."""
+) -> Iterator[dict[str, Any]]:
+    """Measure all depths in all cases, and yield the result so far after each case; see the module.
+
+    Raises:
+        BenchmarkError: the disk has too little room, or this project cannot be run.
+    """
     needed = PROBES_BYTES + int(DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks))
     machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
     cases = []
@@ -114,13 +118,13 @@ def measure(
                 found["DeepSpeed"] = {"not_run": problem}
             sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
         cases.append({"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)})
-    return {
-        "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
-        | {"precision": bf16_emulation.precision_in_words()},
-        "host_budget_bytes": budget,
-        "memory_limit_bytes": memory_limit,
-        "cases": cases,
-    }
+        yield {
+            "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
+            | {"precision": bf16_emulation.precision_in_words()},
+            "host_budget_bytes": budget,
+            "memory_limit_bytes": memory_limit,
+            "cases": list(cases),
+        }
 
 
 def _lack_of_disk(parameters: int, directory: Path) -> str | None:
