@@ -317,18 +317,6 @@ def test_what_stays_gathered_is_gathered_anew_after_a_change(model_store: str) -
     assert torch.equal(actual, plain(input_ids=batch, labels=batch).loss)
 
 
-def test_two_forwards_with_one_backward_pass_gather_one_block_at_a_time(model_store: str) -> None:
-    """The backward of all of the second forward comes first, so each block is gathered once for each forward."""
-    model, most = Faulty(None), []
-    with start(model, config_of(model_store, "two forwards")) as engine:
-        for block in model.blocks:
-            block.up.register_full_backward_hook(lambda *_: most.append(gathered_blocks(model.blocks)))
-        for one, two in (BATCHES[:2], BATCHES[1:3]):
-            engine.backward(sum(engine(input_ids=batch, labels=batch).loss for batch in (one, two)))
-            engine.step()
-    assert (max(most), len(most)) == (1, 16)
-
-
 @pytest.mark.parametrize("model", ["checkpointed", "checkpointed-reentrant", "unchecked"])
 def test_a_recomputation_gathers_one_block_besides_the_one_in_backward(model_store: str, model: str) -> None:
     """At most two blocks are gathered, also where several blocks are recomputed before the first of them goes

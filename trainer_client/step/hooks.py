@@ -572,9 +572,7 @@ class UnitHooks:
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
-            else:
-                # The backward of another forward follows, which other units may come before: where two forwards have
-                # one backward pass, all units do.
+            elif unit.tile is not None:
                 self._release_after_backward(unit)
 
         hook = AllGradientsHook(tensors, after_backward)

@@ -143,10 +143,10 @@ class Residency:
     def release(self, holder: Holder, trace: Trace) -> None:
         """End the holds of `holder`, and release the units that no other holder needs.
 
-        A unit stays if it is used again at once: the last unit of the forward is the first one of the backward, and a
-        block may be called several times in a row.
+        A unit whose forward is over stays if it is used again at once, because the last unit of the forward is the
+        first one of the backward.
         """
-        stays = holder.user if trace.next_unit() == holder.user else None
+        stays = holder.user if holder.part is Part.FORWARD and trace.next_unit() == holder.user else None
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
             if index != stays:
