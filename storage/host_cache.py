@@ -62,9 +62,7 @@ class EvictionOrder:
         copy = self._farthest()
         if copy is None or (later_than is not None and copy.next_use <= later_than):
             return None
-        slab = self._evictable.pop(copy)
-        if slab.copy is copy:
-            slab.copy = None
+        self._evictable.pop(copy).copy = None
         return copy.arena_range
 
     def can_evict(self, copy: HostCopy) -> bool:
@@ -166,12 +164,16 @@ class HostCache:
     def make_evictable(self, slab: Slab, copy: HostCopy) -> None:
         """Release the only pin of a copy that an update is writing, so that it can be evicted while the update waits.
 
-        The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more.
+        The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more. It is
+        freed at once if a fetch has given the slab another copy, so that each copy that can be evicted is its slab's.
         """
         copy.pins -= 1
         copy.idle.set()
         self._order.pinned.discard(copy)
-        self._add_evictable(slab, copy)
+        if slab.copy is copy:
+            self._add_evictable(slab, copy)
+        else:
+            self._free(slab, copy)
 
     def take_range(self, slab: Slab, copy: HostCopy) -> ArenaRange:
         """Release the only pin of a copy without valid bytes, take the copy away from its slab, and return its range.

@@ -320,14 +320,8 @@ class Transformer:
             await asyncio.wait(tasks)
         for passage in away:
             assert passage.copy is not None
-            if passage.slab.copy is passage.copy:
-                self._host_cache.make_evictable(passage.slab, passage.copy)
-                passage.evictable = True
-            else:
-                # A fetch that began before this update has given the slab a copy of its own.
-                self._host_cache.unpin(passage.slab, passage.copy)
-                passage.copy = None
-                self._hold_source(passage)
+            self._host_cache.make_evictable(passage.slab, passage.copy)
+            passage.evictable = True
 
     def _pin_again(self, passages: Sequence[_Passage]) -> None:
         """Pin the copies again that were evictable and are still there.

@@ -57,11 +57,12 @@ class UpdateRule:
 
         With `slots`, only the group's parameters in these slots are updated.
         """
-        taken = [(shard.slot, group.parameters[shard.slot].index) for shard in shards]
-        return [
-            self.table.row_of(index) if self.updated[index] and (slots is None or slot in slots) else -1
-            for slot, index in taken
-        ]
+        rows = []
+        for shard in shards:
+            index = group.parameters[shard.slot].index
+            is_updated = self.updated[index] and (slots is None or shard.slot in slots)
+            rows.append(self.table.row_of(index) if is_updated else -1)
+        return rows
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
         """Return the hyper-parameters of each shard of an update by this rule; None for a shard without an update."""

@@ -480,6 +480,23 @@ class Fault:
 
 
 @contextmanager
+def late_reads(engine: Engine) -> Iterator[asyncio.Event]:
+    """Make the reads that begin in the block return after an event, which this yields, although they are done before.
+
+    The reader has to come to its read within the block.
+    """
+    read, may_return = engine.nvme.read_into, asyncio.Event()
+
+    async def late(*arguments: Any) -> None:
+        await read(*arguments)
+        await may_return.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.nvme, "read_into", late)
+        yield may_return
+
+
+@contextmanager
 def held(monkeypatch: pytest.MonkeyPatch, function: str, *, when: bool = True) -> Iterator[threading.Event]:
     """Make all calls of a function of `storage.syscalls` wait during the block; yield the event that ends the waits."""
     go_on, real = threading.Event(), getattr(syscalls, function)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from storage.engine import Engine
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from tests.unit.storage.builders import Layout, Training, held_up, opened, room_taken, waiting_for
+from tests.unit.storage.builders import Layout, Training, held_up, late_reads, opened, room_taken, waiting_for
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]
 POSITION = 2.0
@@ -87,17 +86,11 @@ async def test_a_fetch_that_was_queued_before_the_update_leaves_no_copy_of_the_o
     async with opened(tmp_path) as engine:
         training = await without_copies(engine, DType.FLOAT32)
         updated, other = parameters(training)
-        read, may_end = engine.nvme.read_into, asyncio.Event()
-
-        async def late(*arguments: Any) -> None:
-            await read(*arguments)
-            await may_end.wait()
-
         # One fetch is under way at a time.
         monkeypatch.setattr(engine.queue, "_in_flight_budget", 1)
-        monkeypatch.setattr(engine.nvme, "read_into", late)
-        engine.prefetch("rank", training.job, [(s.key.group, Kind.PARAM, n) for n, s in enumerate((other, updated))])
-        with held_up() as (begun, go_on):
+        wants = [(slab.key.group, Kind.PARAM, number) for number, slab in enumerate((other, updated))]
+        with late_reads(engine) as may_end, held_up() as (begun, go_on):
+            engine.prefetch("rank", training.job, wants)
             await training.hand_over([updated.key.group], wrap=partial(waiting_for, begun, go_on))
             await asyncio.to_thread(begun.wait)
             worked_on = updated.copy

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from storage.errors import ConflictError, StepAbortedError
 from storage.position_lock import PositionLock
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
-from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, waiting_for
+from tests.unit.storage.builders import MIB, Layout, Training, held_up, late_reads, opened, waiting_for
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
 PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
@@ -100,23 +99,16 @@ async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout
 
 @IN_EACH_LAYOUT
 async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked_for(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, tmp_path: Path
 ) -> None:
     """The update begins and ends while the old bytes are being read from the device."""
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         for slab in training.job.slabs():
             engine.host_cache.free_copy(slab)
-        read, overtaken = engine.nvme.read_into, asyncio.Event()
-
-        async def late(*arguments: Any) -> None:
-            await read(*arguments)
-            await overtaken.wait()
-
-        monkeypatch.setattr(engine.nvme, "read_into", late)
-        reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM, as_of=0))
-        await asyncio.sleep(0.05)
-        monkeypatch.undo()
+        with late_reads(engine) as overtaken:
+            reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM, as_of=0))
+            await asyncio.sleep(0.05)
         await training.hand_over(["b", "c"])
         if layout.weights is TierName.NVME:
             # With weights at home in host memory this is left out, because updates in place wait for the readers.
@@ -129,7 +121,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
 
 
 async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one_that_was_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Both updates are of the same step, so the step does not say which of them was read."""
 
@@ -147,16 +139,9 @@ async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one
         await finish_writes(training)
         for slab in training.job.slabs():
             engine.host_cache.free_copy(slab)
-        read, made_again = engine.nvme.read_into, asyncio.Event()
-
-        async def late(*arguments: Any) -> None:
-            await read(*arguments)
-            await made_again.wait()
-
-        monkeypatch.setattr(engine.nvme, "read_into", late)
-        reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM))
-        await asyncio.sleep(0.05)
-        monkeypatch.undo()
+        with late_reads(engine) as made_again:
+            reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM))
+            await asyncio.sleep(0.05)
         await engine.withdraw(training.job, 1, "a")
         await training.hand_over()
         await training.commit(1)
