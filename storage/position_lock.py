@@ -43,9 +43,14 @@ class PositionLock:
                 await self._wait(turn, meanwhile)
                 has_turn = True
 
-        if self._taken:
-            await self._wait(self._queue(place))
-        self._taken = has_turn = True
+        turn = self._queue(place)
+        if not self._taken:
+            # The lock is passed on a little later, because one event often wakes several tasks, and the one with the
+            # lowest position need not be the first of them.
+            self._taken = True
+            asyncio.get_running_loop().call_soon(self._pass_on)
+        await self._wait(turn)
+        has_turn = True
         try:
             yield give_way
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -202,12 +203,16 @@ async def test_a_reader_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:
 
 
 async def test_a_kernel_that_fails_costs_no_byte_of_the_last_step(tmp_path: Path) -> None:
+    begun = threading.Event()
+
     def broken(tile: Tile) -> None:
+        begun.set()
         raise ArithmeticError("planted")
 
     async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over(["a"], wrap=lambda _: broken, aside=True)
+        await asyncio.to_thread(begun.wait)
         with pytest.raises(ArithmeticError, match="planted"):
             await training.commit(1)
         await engine.abandon_pending(training.job)

@@ -280,7 +280,7 @@ async def test_the_turn_goes_to_the_lowest_position() -> None:
     await asyncio.sleep(0)
     waiting[1].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert order == [9, 1, 5.5, 7]
+    assert order == [1, 5.5, 7, 9], "the first to come has no turn before the others that the same event wakes"
 
 
 async def test_a_turn_gives_way_to_lower_positions_only() -> None:
@@ -291,12 +291,16 @@ async def test_a_turn_gives_way_to_lower_positions_only() -> None:
             for number in range(3):
                 await give_way(partial(note, f"{name} waits"))
                 order.append(f"{name}{number}")
+                if order == ["a0"]:
+                    others.extend(asyncio.ensure_future(take(*other)) for other in (("b", 5), ("c", 9), ("d", 1)))
                 await asyncio.sleep(0)
 
     async def note(what: str) -> None:
         order.append(what)
 
-    await asyncio.gather(take("a", 5), take("b", 5), take("c", 9), take("d", 1))
+    others: list[asyncio.Future[None]] = []
+    await take("a", 5)
+    await asyncio.gather(*others)
     assert order == ["a0", "a waits", "d0", "d1", "d2", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
 
 
@@ -339,10 +343,12 @@ async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_another
             for number in range(rounds):
                 await give_way(nothing)
                 order.append(f"{name}{number}")
+                if order == ["a0"]:
+                    others.extend(asyncio.ensure_future(take(*other)) for other in (("b", 1, 3), ("c", 2, 2)))
                 await asyncio.sleep(0)
 
+    others: list[asyncio.Future[None]] = []
     gone = asyncio.ensure_future(take("a", 5, 9))
-    others = [asyncio.ensure_future(take("b", 1, 3)), asyncio.ensure_future(take("c", 2, 2))]
     while "b0" not in order:
         await asyncio.sleep(0)
     gone.cancel()
