@@ -43,7 +43,7 @@ MAX_TILE_ELEMENTS = 1 << 21
 # while they are in the processor's cache. Where nothing is verified or recorded, parts are larger, because threads wait
 # for the interpreter's lock at each of them.
 PART_ELEMENTS = 1 << 18
-PART_ELEMENTS_IN_MEMORY = 1 << 20
+PART_ELEMENTS_IN_MEMORY = MAX_TILE_ELEMENTS
 # The master weight and the optimizer states are fp32, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 # One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
