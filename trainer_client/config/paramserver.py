@@ -278,7 +278,7 @@ class ParamserverSection(Section):
     kept_gradients: ByteSize = Field(
         default=ByteSize(1 << 30),
         description="most bytes of gradients, and of first values, that a rank keeps until their commit is there, to "
-        "hand them to the next daemon",
+        "hand them to the next daemon: [resume](resume.md#the-daemon-is-restarted-under-a-run)",
     )
     checkpoints: CheckpointsSection = Field(
         default=CheckpointsSection(),

@@ -93,11 +93,13 @@ class Survival:
         timeout_seconds: how long the rank waits for the next daemon.
         kept_bytes: limit, in bytes, for the copies of gradients, and for the first values of a new job or layout, that
             the rank keeps until they are committed.
+        durable_every: the number of steps from one durable commit to the next; 0: no commit is durable.
         is_loud: whether this rank logs the restart as a warning; other ranks log it at level INFO.
     """
 
     timeout_seconds: float
     kept_bytes: int
+    durable_every: int
     is_loud: bool
 
 
@@ -161,7 +163,7 @@ class Attachments:
         if survival is not None:
             with self.changed:
                 self._survival = survival
-                self.journal.open(survival.kept_bytes)
+                self.journal.open(survival.kept_bytes, durable_every=survival.durable_every)
                 if self.current.session.failure is not None:
                     self._on_lost(self.current, self.current.session.failure)
 
@@ -489,15 +491,21 @@ class Attachments:
             what = "first values" if journal.is_filling else "gradients"
             raise self._cannot(
                 f"commit {journal.step} was under way, and its {what}, {journal.unkept_bytes} bytes of this rank or "
-                "more, were larger than paramserver.kept_gradients: raise that to go on here"
+                f"more, were {self._not_kept}"
             )
 
     def gradient_lost(self, group: str) -> DaemonRestartedError:
         """Return the error for a gradient that only the lost daemon had."""
         return self._cannot(
-            f"the gradient of {group} was parked in the daemon that is gone, and the gradients of this rank are larger "
-            "than paramserver.kept_gradients: raise that to go on here"
+            f"the gradient of {group} was parked in the daemon that is gone, and the gradients of this rank were "
+            f"{self._not_kept}"
         )
+
+    @property
+    def _not_kept(self) -> str:
+        if self.journal.is_useful:
+            return "larger than paramserver.kept_gradients: raise that to go on here"
+        return 'not kept, because paramserver.durability is not "step"'
 
     def activations_lost(self) -> DaemonRestartedError:
         """Return the error for activations that only the lost daemon had."""

@@ -213,6 +213,8 @@ class Journal:
         self.is_filling = False
         self.awaits_commit = False
         self._most_bytes = 0
+        self._durable_every = 1
+        self._made_durable: int | None = None
         self._filled_bytes = 0
         self._exceeds = False
         self._entries: list[HandOver] = []
@@ -225,10 +227,29 @@ class Journal:
         # the kernel as much time as the copy itself.
         self._copies: dict[str, torch.Tensor] = {}
 
-    def open(self, most_bytes: int) -> None:
-        """Begin to keep what is handed over, with at most `most_bytes` of gradients or of first values."""
+    def open(self, most_bytes: int, *, durable_every: int) -> None:
+        """Begin to keep what is handed over, with at most `most_bytes` of gradients or of first values.
+
+        `durable_every` is the number of steps from one durable commit to the next; 0: no commit is durable.
+        """
         self._most_bytes = most_bytes
+        self._durable_every = durable_every
         self.is_open = self.is_filling = True
+
+    def note_durable(self, step: int) -> None:
+        """Take note that the store was asked to make the commit `step` durable, and has done so if it can."""
+        self._made_durable = step
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the next daemon may have the commit that what is handed over now is added to.
+
+        If it is in the memory of this daemon only, the run ends with the daemon, and copies of gradients are of no use.
+        """
+        before = self.acknowledged if self.vote is None else self.vote.step
+        if before is None:
+            return True
+        return self._durable_every > 0 and (before % self._durable_every == 0 or before == self._made_durable)
 
     @property
     def kept_bytes(self) -> int:
@@ -259,13 +280,16 @@ class Journal:
     ) -> Applied | None:
         """Add updates with copies of their gradients, and return the entry.
 
-        Return None if the journal is not open, or if the gradients of a step are larger than its limit.
+        Return None if the journal is not open, if the copies would be of no use, or if the gradients of a step are
+        larger than its limit.
         """
         if not self.is_open:
             return None
         self.step = step
         nbytes = sum(update.gradient.nbytes for update in updates)
-        if not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
+        # A gradient may have been parked without a copy, and a checkpoint saved since.
+        has_all = self.is_useful and all(update.gradient.has_data for update in updates)
+        if not has_all or not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
             # All entries are dropped, because the next daemon could not use a part of a step.
             self.unkept_bytes += nbytes
             self._entries.clear()
@@ -279,9 +303,10 @@ class Journal:
     def keep(self, group: str, data: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of a gradient that is about to be parked, because this rank has its bytes no more then.
 
-        Return None if the journal is not open, or if the gradients of a step are larger than its limit.
+        Return None as `note_update` does.
         """
-        if not self.is_open or not self._has_room(0 if group in self._copies else data.numel()):
+        has_room = self.is_open and self.is_useful and self._has_room(0 if group in self._copies else data.numel())
+        if not has_room:
             return None
         if self._entries:
             # The commit under way needs the copy that the last step has made. It is freed with the entry.
@@ -318,6 +343,9 @@ class Journal:
         """Remove all entries and the vote of the commit `step`, because the store has committed it. Idempotent."""
         if self.step == step:
             self.acknowledged = step
+            if self.layout_begun is not None:
+                # The first commit of a layout is durable if any commit of the job is.
+                self.note_durable(step)
             self.step = self.vote = self.layout_begun = None
             self.unkept_bytes = self._replayed = self._filled_bytes = 0
             self.awaits_commit = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any, cast
 
 import grpc
@@ -10,7 +11,7 @@ import torch
 
 from trainer_client.errors import StoreUnavailableError
 from trainer_client.transport.attachment import Attachment
-from trainer_client.transport.journal import Derived, Journal, Value
+from trainer_client.transport.journal import Derived, Journal, Value, Vote
 
 
 class Entry:
@@ -30,7 +31,7 @@ def attachments(count: int) -> list[Attachment]:
 
 def opened() -> tuple[Journal, list[Entry]]:
     journal, entries = Journal(), [Entry(), Entry(), Entry()]
-    journal.open(most_bytes=0)
+    journal.open(most_bytes=0, durable_every=1)
     journal.acknowledged = 4
     for entry in entries[:2]:
         journal.note(5, entry)
@@ -122,7 +123,7 @@ def test_declarations_are_given_first_and_once_to_each_daemon() -> None:
 def test_the_copy_that_a_commit_under_way_needs_is_not_overwritten_by_the_next_step() -> None:
     journal, _ = opened()
     journal.acknowledge(5)
-    journal.open(most_bytes=16)
+    journal.open(most_bytes=16, durable_every=1)
     first = journal.keep("a", torch.full((8,), 1, dtype=torch.uint8))
     assert first is not None
     journal.note(6, Entry())
@@ -136,7 +137,41 @@ def test_the_copy_that_a_commit_under_way_needs_is_not_overwritten_by_the_next_s
 
 def test_copies_that_are_too_large_are_all_dropped() -> None:
     journal, _ = opened()
-    journal.open(most_bytes=16)
+    journal.open(most_bytes=16, durable_every=1)
     assert journal.keep("a", torch.zeros(12, dtype=torch.uint8)) is not None
     assert journal.keep("b", torch.zeros(12, dtype=torch.uint8)) is None
     assert journal.kept_bytes == 0 and journal.keep("a", torch.zeros(12, dtype=torch.uint8)) is None
+
+
+@pytest.mark.parametrize(
+    ("durable_every", "useful"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 5, 6]), (0, [])], ids=["step", "3", "none"]
+)
+def test_gradients_are_copied_only_if_the_next_daemon_may_have_the_commit_before(
+    durable_every: int, useful: list[int]
+) -> None:
+    """Commit 5 is that of a checkpoint, which is durable where any commit is."""
+    journal = Journal()
+    journal.open(most_bytes=1 << 20, durable_every=durable_every)
+    found = []
+    for step in range(7):
+        journal.acknowledged = step
+        if step == 5:
+            journal.note_durable(step)
+        if journal.keep("a", torch.zeros(12, dtype=torch.uint8)) is not None:
+            found.append(step)
+    assert found == useful
+
+
+def test_gradients_before_the_first_commit_are_copied_although_no_commit_is_durable() -> None:
+    journal = Journal()
+    journal.open(most_bytes=1 << 20, durable_every=0)
+    assert journal.is_useful, "the next daemon begins as this one did, without a commit"
+
+
+def test_a_gradient_that_is_parked_before_a_vote_is_answered_belongs_to_the_step_after_it() -> None:
+    journal, (daemon,) = Journal(), attachments(1)
+    journal.open(most_bytes=1 << 20, durable_every=2)
+    journal.acknowledged = 1
+    assert not journal.is_useful
+    journal.vote = Vote(step=2, client_state=b"", settled=1, attachment=daemon, call=Future())
+    assert journal.is_useful, "commit 2 will be durable"

@@ -40,7 +40,7 @@ def voted(tmp_path: Path) -> Iterator[tuple[Journal, PendingCommit]]:
         call = ParameterStoreStub(channel).CommitStep.future(pb.CommitStepRequest(), timeout=10)
         assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
         journal = Journal()
-        journal.open(most_bytes=0)
+        journal.open(most_bytes=0, durable_every=1)
         journal.step = 5
         journal.vote = Vote(step=5, client_state=b"", settled=4, attachment=cast(Any, object()), call=call)
         attachments = cast(Attachments, AttachedAgain(journal))
