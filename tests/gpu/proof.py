@@ -97,6 +97,7 @@ PARTS: Mapping[int, Sequence[Step]] = {
             needs_cuda=True,
         ),
         Step(what="stages and placements beside plain PyTorch", arguments=tests_in("test_stages.py"), seconds=180),
+        Step(what="copies that stay on the device", arguments=tests_in("test_gpu_tier.py"), seconds=120),
         Step(what="models and uses of a model", arguments=tests_in("test_models.py"), seconds=180),
         Step(what="resume with dropout", arguments=tests_in("test_resume.py"), seconds=90),
         *(
