@@ -42,7 +42,10 @@ RUNS: dict[str, tuple[Run, dict[str, Any], str]] = {
     "bf16 on the host": (Run(steps=3, precision="bf16", accumulation=2), SIXTEEN, "cpu"),
     "reentrant": (Run(steps=3, model="conditional", checkpointing="reentrant"), FOUR, "nvme"),
     "non-reentrant": (Run(steps=3, model="conditional", checkpointing="non-reentrant"), FOUR, "cpu"),
+    "autocast": (Run(steps=3, accumulation=2), SIXTEEN, "nvme"),
+    "autocast, checkpointed": (Run(steps=3, model="conditional", checkpointing="non-reentrant"), FOUR, "cpu"),
 }
+AUTOCAST = {"torch_autocast": {"enabled": True}}
 
 
 def both(address: str, job: str) -> list[Run]:
@@ -52,7 +55,7 @@ def both(address: str, job: str) -> list[Run]:
         sections: list[dict[str, Any]] = [{}, {"tiling": tiling}]
         for section in sections:
             config = config_of(address, f"{job} {name} {bool(section)}", device, **section)
-            runs.append(replace(run, config=config))
+            runs.append(replace(run, config=config | (AUTOCAST if name.startswith("autocast") else {})))
     return runs
 
 
@@ -72,9 +75,9 @@ def assert_close(tiled: Result, whole: Result, precision: str) -> None:
 def test_tiles_compute_what_whole_layers_compute(model_store: str, job: str, tmp_path: Path, world_size: int) -> None:
     results = iter(launch(both(model_store, job), world_size, tmp_path))
 
-    for run, _, _ in RUNS.values():
+    for name, (run, _, _) in RUNS.items():
         whole, tiled = next(results), next(results)
-        assert_close(tiled, whole, run.precision)
+        assert_close(tiled, whole, "bf16" if name.startswith("autocast") else run.precision)
 
 
 @contextmanager

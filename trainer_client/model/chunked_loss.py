@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer_client.model.cast_product import autocast_dtype
 from trainer_client.model.tiled_layers import check_range, tiled_layer_of
 
 IGNORE_INDEX = -100
@@ -75,7 +76,7 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = getattr(head, "bias", None)
     # A label that does not count is in no tile.
     targets = torch.where(counts, targets, -1)
-    dtype = _autocast_dtype(hidden.device) or hidden.dtype
+    dtype = autocast_dtype(hidden.device) or hidden.dtype
 
     def compute(weight: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
         return _ReducedLogits.apply(weight, *inputs, tokens, dtype)  # type: ignore[no-untyped-call, no-any-return]
@@ -179,11 +180,6 @@ def _chunks(total: int, size: int) -> list[slice]:
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which autocast computes a linear layer here; None outside of autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer_client.model import cast_product
 from trainer_client.model.tile import Tile, TileWeight
 
 # The attribute of a module that computes with tiles.
@@ -39,6 +40,10 @@ class TiledLayer:
         self.module = module
         self.tiles = tuple(Tile(weight) for weight in weights)
         self._whole: nn.Parameter = module.weight  # type: ignore[assignment]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._whole.dtype
 
     def used_tiles(self) -> Iterator[Tile]:
         """Yield the tiles for a forward, which train if the parameter does."""
@@ -111,9 +116,10 @@ def _kind_of(module: nn.Module) -> str | None:
 def _linear(layer: TiledLayer) -> Forward:
     def forward(input: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor | None = layer.module.bias  # type: ignore[assignment]
+        cast = cast_product.cast_of(input, layer.dtype)
         return torch.cat(
             [
-                tile.use(_apply_linear, input, None if bias is None else bias[tile.weight.rows])
+                tile.use(_apply_linear, input, cast, None if bias is None else bias[tile.weight.rows])
                 for tile in layer.used_tiles()
             ],
             dim=-1,
@@ -122,8 +128,10 @@ def _linear(layer: TiledLayer) -> Forward:
     return forward
 
 
-def _apply_linear(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return functional.linear(input, weight, bias)
+def _apply_linear(
+    weight: torch.Tensor, input: torch.Tensor, cast: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return functional.linear(input, weight, bias) if cast is None else cast_product.linear(input, cast, weight, bias)
 
 
 def _conv1d(layer: TiledLayer) -> Forward:
@@ -132,7 +140,7 @@ def _conv1d(layer: TiledLayer) -> Forward:
         total: torch.Tensor | None = None
         dtype = x.dtype
         for tile, part in zip(layer.used_tiles(), parts, strict=True):
-            product = tile.use(_apply_conv1d, part)
+            product = tile.use(_apply_conv1d, part, cast_product.cast_of(part, layer.dtype))
             dtype = product.dtype
             total = product.float() if total is None else total + product.float()
         assert total is not None, "a tiled weight has several tiles"
@@ -142,8 +150,8 @@ def _conv1d(layer: TiledLayer) -> Forward:
     return forward
 
 
-def _apply_conv1d(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(input, weight)
+def _apply_conv1d(weight: torch.Tensor, input: torch.Tensor, cast: torch.Tensor | None) -> torch.Tensor:
+    return torch.matmul(input, weight) if cast is None else cast_product.linear(input, cast, weight.t())
 
 
 def _embedding(layer: TiledLayer) -> Forward:

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,6 +96,75 @@ def test_a_tiled_conv1d_equals_the_whole_one_to_one_rounding(dtype: torch.dtype)
     torch.testing.assert_close(outputs[1], outputs[0], **bound)
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **bound)
     torch.testing.assert_close(gradient_of(weights), whole.weight.grad, **bound)
+
+
+class Kept:
+    """The tensors that autograd keeps for the backward, within a `with` block."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.tensors.append(tensor)
+        return tensor
+
+    def __enter__(self) -> Kept:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__()
+
+    def memories(self, dtype: torch.dtype) -> set[int]:
+        """Return the addresses of the kept memory with elements of that type."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self.tensors if tensor.dtype is dtype}
+
+
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "linear without bias", "conv1d"])
+def test_under_autocast_tiles_keep_one_cast_input_and_no_cast_weight(kind: str, input_dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+
+    def build() -> nn.Module:
+        return Conv1D(50, 48) if kind == "conv1d" else nn.Linear(48, 50, bias=kind == "linear")
+
+    whole, parts = build(), build()
+    parts.load_state_dict(whole.state_dict())
+    weights = tiled(parts, 16)
+    inputs = [torch.randn(3, 5, 48, dtype=input_dtype, requires_grad=True) for _ in range(2)]
+    inputs[1].data = inputs[0].data
+    outputs = []
+    with Kept() as kept:
+        for module, input in zip((whole, parts), inputs, strict=True):
+            kept.tensors.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(module(input))
+    # Each tile of a Conv1D has a part of the input for itself.
+    cast_inputs = len(weights) if kind == "conv1d" and input_dtype is torch.float32 else 1
+    assert len(kept.memories(torch.bfloat16)) == cast_inputs
+    for output in outputs:
+        output.float().square().sum().backward()
+
+    assert outputs[1].dtype is outputs[0].dtype is torch.bfloat16
+    bound: dict[str, Any] = {"rtol": 2**-6, "atol": 2**-5}
+    torch.testing.assert_close(outputs[1], outputs[0], **bound)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **bound)
+    torch.testing.assert_close(gradient_of(weights), whole.weight.grad, **bound)
+    assert gradient_of(weights).dtype is torch.float32
+    if kind != "linear without bias":
+        torch.testing.assert_close(parts.bias.grad, whole.bias.grad, **bound)
+
+
+def test_under_autocast_a_tiled_linear_can_be_differentiated_twice() -> None:
+    torch.manual_seed(1)
+    parts = nn.Linear(24, 50)
+    tiled(parts, 16)
+    input = torch.randn(4, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (first,) = torch.autograd.grad(parts(input).float().square().sum(), input, create_graph=True)
+    first.square().sum().backward()
+    assert input.grad is not None and input.grad.isfinite().all() and input.grad.any()
 
 
 @pytest.mark.parametrize("padding", [None, 0, 17])
