@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -187,8 +187,8 @@ def test_memory_may_be_given_back_by_what_runs_while_it_is_waited_for(
         memory = memories[1]
         memory.start(1)
         memory.wait().data.fill_(7)
-        assert memory.park(is_sent=False) is not None
-        acts = {"fetch_ahead": memory.fetch_ahead, "park": partial(memory.park, is_sent=False), "free": memory.free}
+        assert memory.park(sent=None) is not None
+        acts = {"fetch_ahead": memory.fetch_ahead, "park": partial(memory.park, sent=None), "free": memory.free}
         ran: list[str] = []
 
         def run_act() -> None:
@@ -281,3 +281,45 @@ def test_spilled_gradients_are_read_changed_and_clipped_between_backward_and_ste
     assert len(found[0]) == len(found[1]) > 3 * len(names)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert_nothing_left(daemons[0])
+
+
+@pytest.mark.parametrize("prefer_streams", [False, True], ids=["arena", "streams"])
+def test_gradients_that_are_read_after_a_restart_of_the_daemon_are_those_of_the_backward_pass(
+    daemons: tuple[Daemon, Daemon], tmp_path: Path, prefer_streams: bool
+) -> None:
+    """Their early updates were begun in the daemon that died, and the next one has other leases for them."""
+
+    def train(daemon: Daemon, restart: Callable[[], None]) -> dict[str, torch.Tensor]:
+        run = run_of(daemon, "stage 3", 1)
+        section = run.config["paramserver"] | {"job": f"read after a restart {prefer_streams}"}
+        model = build_model(run)
+        engine = trainer_client.initialize(
+            model=model,
+            optimizer=make_optimizer(model, run)[0],
+            config=run.config | {"paramserver": section},
+            prefer_streams=prefer_streams,
+        )[0]
+        with engine:
+            for number, batch in enumerate(micro_batches(3)):
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                if number == 1:
+                    restart()
+                    for name, _ in model.named_parameters():
+                        engine.get_full(name, "grad")
+                engine.step()
+            return engine.full_state_dict()
+
+    expected = train(daemons[1], lambda: None)
+    started = [Daemon(tmp_path / "again", {"host_budget": 4 * MIB, "nvme_budget": "1GiB"})]
+
+    def restart() -> None:
+        started[0].kill()
+        started.append(Daemon(tmp_path / "again", {"host_budget": 4 * MIB, "nvme_budget": "1GiB"}))
+
+    try:
+        found = train(started[0], restart)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert_nothing_left(started[-1])
+    finally:
+        for daemon in started:
+            daemon.kill()

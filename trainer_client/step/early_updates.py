@@ -77,9 +77,10 @@ class EarlyUpdates:
         self.remove(group)
         return None
 
-    def has(self, group: str) -> bool:
-        """Return whether an early update of the group was begun, and not withdrawn."""
-        return group in self._of_group
+    def gradient_of(self, group: str) -> LeasedBytes | None:
+        """Return the gradient that the group's early update began with; None: there is no early update."""
+        early = self._of_group.get(group)
+        return None if early is None else early.update.gradient
 
     def note_parked(self, group: str, parked: LeasedBytes) -> None:
         """Take note that the gradient of the group, which may have an early update, is in `parked` from now on."""

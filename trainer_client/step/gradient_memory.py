@@ -76,11 +76,12 @@ class GradientMemory(Protocol):
     def can_park(self) -> bool:
         """Whether memory of the store was asked for, and the store asks for gradients to be parked."""
 
-    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         """Park the gradient until `partition` is used again; memory without a gradient is given back.
 
         Args:
-            is_sent: whether an early update of the gradient was begun.
+            sent: the lease whose bytes an early update of the gradient has made visible to the store. After a restart
+                of the daemon the gradient is in another one, whose bytes were not.
 
         Returns:
             The parked lease; None if there was nothing to park.
@@ -164,7 +165,7 @@ class LeasedMemory:
     def can_park(self) -> bool:
         return self._is_requested and self._store.asks_to_park
 
-    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         if self._pending is not None and self._leased is None:
             # The memory was not used yet, so there is nothing to park. It is asked for again when it is used. The store
             # would refuse that before this lease has ended, so this waits for its end.
@@ -175,6 +176,7 @@ class LeasedMemory:
             self._pending = None
         if self._leased is None or self._is_parked or not self._leased.asks_to_park:
             return None
+        is_sent = sent is not None and sent.is_same_lease(self._leased)
         parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
         self._leased = parked or self._leased
         return parked
@@ -325,10 +327,10 @@ class StagedMemory:
     def can_park(self) -> bool:
         return self._home.can_park
 
-    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         if self._copy is not None:
             self._copy.wait()
-            return self._home.park(is_sent=is_sent)
+            return self._home.park(sent=sent)
         # The sum is on the device. A copy that `recall` has begun reads the leased memory, in which nothing else is.
         self._lanes.finish_copies_in()
         self._home.free()
@@ -406,7 +408,7 @@ class DeviceMemory:
     def fetch_ahead(self) -> None:
         """Do nothing."""
 
-    def park(self, *, is_sent: bool) -> LeasedBytes | None:
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         return None
 
     def lease(self, step: int) -> LeasedBytes:

@@ -174,7 +174,7 @@ class GradientGroup:
             self.norms()
             self._window.remove(self)
         name = self.flat_group.name
-        parked = self.memory.park(is_sent=self._early_updates.has(name))
+        parked = self.memory.park(sent=self._early_updates.gradient_of(name))
         if parked is not None:
             self._early_updates.note_parked(name, parked)
 

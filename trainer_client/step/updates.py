@@ -147,7 +147,7 @@ class Updates:
                 continue
             if (early := self._begun(gradient, rule)) is not None:
                 leased = gradient.take_lease(step)
-                if early.update.gradient is leased:
+                if early.update.gradient.is_same_lease(leased):
                     self._accepted.append(early)
                     begun.append(self._describe(gradient, leased, rule))
                 else:

@@ -85,6 +85,10 @@ class LeasedBytes:
         """Whether this process has the bytes."""
         return self.data.numel() == self.nbytes
 
+    def is_same_lease(self, other: LeasedBytes) -> bool:
+        """Return whether both are one lease of one session, although the bytes of one of them may be parked."""
+        return self.plane is other.plane and self.lease_id == other.lease_id
+
     @property
     def is_pinned(self) -> bool:
         """Whether a device can copy the bytes while the host goes on.
