@@ -310,21 +310,22 @@ class StateAccess:
 
     @torch.no_grad()
     def set_gradient(self, key: ParameterKey, value: torch.Tensor, *, local: bool) -> None:
-        """Replace a gradient between backward and step.
+        """Replace a gradient between backward and step, or give the parameter one.
 
         Every rank has to call this, but the ranks do not wait for each other.
 
         Raises:
-            RuntimeError: the parameter has no gradient in this step.
+            RuntimeError: the parameter is frozen, or its flat group has no gradient in this step.
         """
         places = self._places_of_key(key)
         parts = self._checked(places, _GRAD, value, local=local)
-        if any(self._gradients.partition_of(place.state.group, place.slot) is None for place in places):
-            raise RuntimeError(f"parameter {places[0].parameter.fqn} has no gradient: set it after backward()")
+        fqn = places[0].parameter.fqn
+        if not all(place.parameter.tensor.requires_grad for place in places):
+            raise RuntimeError(f"parameter {fqn} is frozen, and its gradient cannot be set")
+        if not all(self._gradients.can_change(place.state.group) for place in places):
+            raise RuntimeError(f"parameter {fqn} has no gradient: set it after backward()")
         for place, part in zip(places, parts, strict=True):
-            self._gradients.begin_change(place.state.group)
-            partition = self._gradients.partition_of(place.state.group, place.slot)
-            assert partition is not None, "asked before"
+            partition = self._gradients.change(place.state.group, place.slot)
             partition[place.range] = (part.float() * self._scaler.scale).to(partition.device, partition.dtype)
 
     @contextmanager

@@ -363,7 +363,8 @@ class EngineStates(EngineCore):
     def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
         """Change one kind of a parameter, on all ranks. All ranks must call this with the same value.
 
-        "param" and "master" are one weight and change together. A gradient can be changed between backward and step.
+        "param" and "master" are one weight and change together. A gradient can be changed between backward and step,
+        also that of a parameter which the backward pass has not reached, if it has reached another one of its unit.
         All other kinds can be changed wherever no forward waits for its backward, as a commit of its own: after a
         resume, either the whole change is there or nothing of it. Gradients that are there stay, so a step after
         backward and the change updates the new values. `set_many` makes several changes in one commit.

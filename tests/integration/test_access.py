@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import trainer_client
+from tests.integration.support.access_ranks import check_gradients_that_are_given
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import run_ranks
@@ -228,6 +229,13 @@ def test_misuse_is_refused_with_what_to_do(model_store: str, job: str) -> None:
         engine.step()
     with pytest.raises(trainer_client.ConfigError, match="has no engine"):
         trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("placement", [{}, STAGE_1], ids=["nvme", "stage-1"])
+def test_a_parameter_that_no_backward_pass_reaches_can_be_given_a_gradient(
+    model_store: str, job: str, placement: dict[str, Any]
+) -> None:
+    check_gradients_that_are_given(config_of(model_store, job, "nvme") | placement)
 
 
 def test_two_ranks_see_and_change_one_state(model_store: str) -> None:

@@ -545,8 +545,7 @@ class Gradients:
         Raises:
             RuntimeError: the gradient is not reduced over the ranks yet.
         """
-        if self._owes_reduction and self._collectives.world_size > 1:
-            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
+        self._check_reduced()
         found = self._find(group)
         alone = self._collectives.world_size == 1
         exists = found is not None and found.memory.is_requested and (not alone or slot in found.present)
@@ -571,10 +570,31 @@ class Gradients:
         owed = self._owes_reduction and self._collectives.world_size > 1
         return found.read_unreduced(slot) if found is not None and owed else None
 
-    def begin_change(self, group: FlatGroup) -> None:
-        """Withdraw the early update of a group, because the caller is about to write to its gradient."""
-        if (found := self._find(group)) is not None:
-            found.begin_change()
+    def can_change(self, group: FlatGroup) -> bool:
+        """Return, on all ranks alike, whether there is a gradient of the group in this step, which `change` returns.
+
+        Raises:
+            RuntimeError: the gradients are not reduced over the ranks yet.
+        """
+        self._check_reduced()
+        found = self._find(group)
+        return found is not None and found.memory.is_requested
+
+    def change(self, group: FlatGroup, slot: int) -> torch.Tensor:
+        """Return this rank's part [partition_numel] of a group's gradient, for the caller to write that of a parameter.
+
+        All ranks must call this, for a group of which `can_change` is true. The parameter in `slot` has a gradient in
+        this step from now on, and the group's early update is withdrawn.
+        """
+        found = self._find(group)
+        assert found is not None, "can_change was asked"
+        found.begin_change()
+        found.present.add(slot)
+        return found.partition
+
+    def _check_reduced(self) -> None:
+        if self._owes_reduction and self._collectives.world_size > 1:
+            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
 
     def is_present(self, group: FlatGroup, slot: int) -> bool:
         """Return whether a gradient of the parameter in `slot` has come on this rank in this step."""

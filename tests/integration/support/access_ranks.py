@@ -107,6 +107,39 @@ def check(config: dict[str, Any]) -> None:
         assert torch.equal(mine, other)
 
 
+def check_gradients_that_are_given(config: dict[str, Any]) -> None:
+    """Check that a parameter which no backward pass reaches can be given a gradient, on any number of ranks.
+
+    The second block is used in the first forward, and the third one is not.
+    """
+    model = build_model(Run(model="conditional"))
+    plain = nn.Parameter(model.get_parameter("blocks.1.never_used").detach().clone())
+    optimizer = AdamW([plain], lr=1e-2, fused=True)
+    plain.grad = torch.linspace(-1, 1, 5)
+    optimizer.step()
+    engine, *_ = trainer_client.initialize(
+        model=model, optimizer=AdamW(model.parameters(), lr=1e-2, fused=True), config=config
+    )
+    with engine:
+        (batch,) = micro_batches(1)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        assert engine.get_full("blocks.1.never_used", "grad") is None
+        engine.set_full("blocks.1.never_used", "grad", torch.linspace(-1, 1, 5))
+        given = engine.get_full("blocks.1.never_used", "grad")
+        assert given is not None and torch.equal(given, torch.linspace(-1, 1, 5))
+        for name, why in (("blocks.2.never_used", "has no gradient"), ("blocks.1.shared.weight", "is frozen")):
+            try:
+                engine.set_full(name, "grad", torch.ones(model.get_parameter(name).shape))
+            except RuntimeError as error:
+                assert f"{name} {why}" in str(error), error
+            else:
+                raise AssertionError(f"{name}: not refused")
+        engine.step()
+        weights = engine.full_state_dict()
+        assert torch.equal(weights["blocks.1.never_used"], plain.detach())
+        assert torch.equal(weights["blocks.2.never_used"], torch.ones(5))
+
+
 def main() -> None:
     address = sys.argv[1]
     dist.init_process_group("gloo")
@@ -114,6 +147,7 @@ def main() -> None:
     check(config_of(address, "access-one-sided", "nvme", gather="store"))
     resident = config_of(address, "access-resident", "nvme") | {"zero_optimization": {"stage": 1}}
     check(resident)
+    check_gradients_that_are_given(config_of(address, "access-given", "nvme"))
     dist.destroy_process_group()
 
 
