@@ -190,6 +190,10 @@ def test_states_of_a_tiled_parameter_are_read_and_changed_as_those_of_a_whole_on
         with engine.gathered([parameter], modifier_rank=0), torch.no_grad():
             assert torch.equal(parameter, before)
             parameter[:, 3] = 1.0
+            reference.get_parameter(name)[:, 3] = 1.0
+            # A forward within the context computes with the change, as `generate` after a merge of adapters.
+            torch.testing.assert_close(engine(input_ids=batch).logits, reference(input_ids=batch).logits)
+            reference.get_parameter(name).copy_(before)
         changed = engine.get_full(parameter, "param")
         assert changed is not None
         assert changed.shape == before.shape
