@@ -78,7 +78,7 @@ class EarlyUpdates:
         return None
 
     def gradient_of(self, group: str) -> LeasedBytes | None:
-        """Return the gradient that the group's early update began with; None: there is no early update."""
+        """Return the gradient that the group's early update began with, or None if there is no early update."""
         early = self._of_group.get(group)
         return None if early is None else early.update.gradient
 
