@@ -12,6 +12,7 @@ in between, or does not call the loss function, that is an error, because the lo
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,11 +81,17 @@ class CausalLoss:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         was_deferred = self._deferred is not None and not self._was_computed
         self._deferred, self._defers = None, False
-        if was_deferred and output is not None:
-            raise ConfigError(
-                f"{_KEY}: a {type(module).__name__} computes its loss without its loss_function: set the key to null, "
-                "or call trainer_client.chunked_cross_entropy yourself"
-            )
+        if not was_deferred:
+            return
+        why = (
+            f"{_KEY}: a {type(module).__name__} computes its loss without its loss_function: set the key to null, or "
+            "call trainer_client.chunked_cross_entropy yourself"
+        )
+        # Most losses of a model's own fail, because there are no logits, and torch calls this hook meanwhile.
+        if (error := sys.exception()) is not None:
+            error.add_note(why)
+        else:
+            raise ConfigError(why)
 
     def _defer_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Stand in for the head's forward."""

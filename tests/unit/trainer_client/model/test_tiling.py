@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
 from trainer_client import chunked_cross_entropy
@@ -310,3 +310,19 @@ def test_a_model_that_changes_its_logits_before_the_loss_is_refused() -> None:
         model(input_ids=tokens, labels=tokens)
     with pytest.raises(ConfigError, match="this model has 0"):
         CausalLoss(nn.Linear(4, 4), tokens=5)
+
+
+def test_a_model_with_a_loss_of_its_own_is_told_so_by_the_error_that_this_causes() -> None:
+    """T5 says that its loss is that of a causal model, and computes another one."""
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    model = T5ForConditionalGeneration(config)
+    loss = CausalLoss(model, tokens=4)
+    tokens = torch.randint(0, 64, (2, 5))
+    with pytest.raises((IndexError, RuntimeError, ValueError)) as raised:
+        model(input_ids=tokens, labels=tokens)
+    assert any("T5ForConditionalGeneration computes its loss without" in note for note in raised.value.__notes__)
+    model.eval()
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    loss.remove()
+    assert model.train()(input_ids=tokens, labels=tokens).loss.isfinite()
