@@ -181,7 +181,7 @@ class Attachments:
         with self.changed:
             attachment.session.check()
             self._membership = membership
-            self.journal.acknowledged = newest
+            self.journal.go_on_from(newest)
 
     def settle(self, layout: str) -> None:
         """Expect from now on that the job's newest layout is `layout`, because its first values are committed."""
@@ -385,6 +385,9 @@ class Attachments:
             if vote is not None and newest == vote.step and is_own:
                 self.journal.acknowledge(vote.step)
             self._check(newest)
+            if newest is not None and newest == self.journal.acknowledged:
+                # A daemon that was started anew has it, so it is durable.
+                self.journal.note_durable(newest)
             return newest, self.journal.step
 
     def _hand_over_again(self, attachment: Attachment, deadline: float) -> None:

@@ -236,6 +236,10 @@ class Journal:
         self._durable_every = durable_every
         self.is_open = self.is_filling = True
 
+    def go_on_from(self, step: int | None) -> None:
+        """Take note that the store has shown the commit `step` as the newest one, which may be durable."""
+        self.acknowledged = self._made_durable = step
+
     def note_durable(self, step: int) -> None:
         """Take note that the store was asked to make the commit `step` durable, and has done so if it can."""
         self._made_durable = step

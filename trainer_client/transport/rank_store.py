@@ -250,7 +250,8 @@ class RankStore:
             self._attachments.journal.returns_to = step
         yield
         with self._attachments.changed:
-            self._attachments.journal.acknowledged, self._attachments.journal.returns_to = step, None
+            self._attachments.journal.go_on_from(step)
+            self._attachments.journal.returns_to = None
 
     def roll_back(self, step: int) -> None:
         # A job that was rolled back already stays as it is.

@@ -162,6 +162,15 @@ def test_gradients_are_copied_only_if_the_next_daemon_may_have_the_commit_before
     assert found == useful
 
 
+def test_the_commit_that_a_run_goes_on_from_may_be_durable() -> None:
+    journal = Journal()
+    journal.open(most_bytes=1 << 20, durable_every=4)
+    journal.go_on_from(7)
+    assert journal.is_useful
+    journal.acknowledged = 9
+    assert not journal.is_useful
+
+
 def test_gradients_before_the_first_commit_are_copied_although_no_commit_is_durable() -> None:
     journal = Journal()
     journal.open(most_bytes=1 << 20, durable_every=0)
