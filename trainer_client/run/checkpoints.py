@@ -134,7 +134,6 @@ class Checkpoints:
 
         try:
             parts = self._on_all_ranks("save_checkpoint()", keep)
-            self._store.note_durable(step)
             manifest = Manifest(
                 tag=tag,
                 job=self._job,

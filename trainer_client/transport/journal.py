@@ -241,7 +241,7 @@ class Journal:
         self.acknowledged = self._made_durable = step
 
     def note_durable(self, step: int) -> None:
-        """Take note that the store was asked to make the commit `step` durable, and has done so if it can."""
+        """Take note that the commit `step` may be durable although its number does not say so."""
         self._made_durable = step
 
     @property
@@ -291,7 +291,7 @@ class Journal:
             return None
         self.step = step
         nbytes = sum(update.gradient.nbytes for update in updates)
-        # A gradient may have been parked without a copy, and a checkpoint saved since.
+        # A gradient may have been parked without a copy before a restart showed that the commit before is durable.
         has_all = self.is_useful and all(update.gradient.has_data for update in updates)
         if not has_all or not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
             # All entries are dropped, because the next daemon could not use a part of a step.

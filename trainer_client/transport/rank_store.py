@@ -271,11 +271,6 @@ class RankStore:
         )
         return response
 
-    def note_durable(self, step: int) -> None:
-        """Take note that the stores keep the newest commit, `step`, so that a daemon that comes may have it."""
-        with self._attachments.changed:
-            self._attachments.journal.note_durable(step)
-
     def forget_step(self, name: str) -> None:
         """Have the store forget a kept step of the job. It is no error if the store does not have it."""
         request = admin_pb.ForgetStepRequest(job=self._job.job, name=name)

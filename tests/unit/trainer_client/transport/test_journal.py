@@ -149,7 +149,7 @@ def test_copies_that_are_too_large_are_all_dropped() -> None:
 def test_gradients_are_copied_only_if_the_next_daemon_may_have_the_commit_before(
     durable_every: int, useful: list[int]
 ) -> None:
-    """Commit 5 is that of a checkpoint, which is durable where any commit is."""
+    """Commit 5 is the first one of a layout, which is durable where any commit is."""
     journal = Journal()
     journal.open(most_bytes=1 << 20, durable_every=durable_every)
     found = []
