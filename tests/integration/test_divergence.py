@@ -4,6 +4,7 @@ place of each rank, and no rank gets the bytes of another unit."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,14 @@ def test_with_one_store_ranks_run_what_they_like_and_the_numbers_are_right(scene
         assert found["losses"] == pytest.approx(losses[rank], rel=1e-5)
         expected = {name: value.double().sum().item() for name, value in model.state_dict().items()}
         assert found["sums"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_ranks_that_use_other_experts_of_a_block_train_as_ddp_does(tmp_path: Path) -> None:
+    """A block is over on all ranks at once, although one of them has no gradients of an expert."""
+    with Daemon(tmp_path / "state", {"host_budget": "32MiB"}) as daemon:
+        run_ranks("tests.integration.support.unlike_experts", 2, daemon.address, tmp_path / "weights.pt")
+    found: dict[str, dict[str, torch.Tensor]] = torch.load(tmp_path / "weights.pt")
+    expected = found.pop("plain")
+    assert len(found) == 3
+    for weights in found.values():
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

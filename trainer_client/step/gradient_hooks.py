@@ -1,4 +1,4 @@
-"""A hook that is called once in a backward pass: when all gradients of several tensors have come.
+"""A hook that is called once: when all gradients of several tensors have come in a backward pass.
 
 It does what `torch.autograd.graph.register_multi_grad_hook` does, also where `torch.autograd.grad` asks for the
 gradient of one of the tensors that is a leaf, such as the input of the first block of a model. There torch's own hook
@@ -16,11 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 class AllGradientsHook:
-    """Calls a function when those gradients of some tensors have come that a backward pass computes."""
+    """Calls a function once, when those gradients of some tensors have come that a backward pass computes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], act: Callable[[], None]) -> None:
-        """Call `act` in each backward pass until `remove`. All tensors require a gradient."""
-        self._nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+        """Call `act` in the first backward pass that computes a gradient of `tensors`, which all require one.
+
+        With several tensors this object and their graph refer to each other, so a graph whose backward does not come is
+        freed by `remove` only, or by Python's garbage collector. One tensor needs no reference to its graph.
+        """
+        self._nodes = [get_gradient_edge(tensor).node for tensor in tensors] if len(tensors) > 1 else []
         self._act = act
         # The number of gradients that are still to come, by pass. Autograd's threads may call `_note` at once.
         self._missing: dict[int, int] = {}
@@ -28,7 +32,7 @@ class AllGradientsHook:
         self._handles: list[RemovableHandle] = [tensor.register_hook(self._note) for tensor in tensors]
 
     def remove(self) -> None:
-        """Call the function no more. Idempotent."""
+        """Do not call the function any more. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -38,16 +42,21 @@ class AllGradientsHook:
         number = torch._C._current_graph_task_id()
         with self._lock:
             if number not in self._missing:
-                self._missing[number] = sum(map(_is_computed, self._nodes))
+                self._missing[number] = sum(map(_will_be_executed, self._nodes)) or 1
             self._missing[number] -= 1
             if self._missing[number]:
                 return
             del self._missing[number]
+        self.remove()
         self._act()
 
 
-def _is_computed(node: Node) -> bool:
-    """Return whether the backward pass under way computes the gradient of a tensor, by its node."""
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Return whether the backward pass under way computes the gradient of a tensor, now or later."""
+    return _will_be_executed(get_gradient_edge(tensor).node)
+
+
+def _will_be_executed(node: Node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:

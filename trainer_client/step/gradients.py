@@ -9,7 +9,7 @@ every rank sees (a unit's backward is over) or from an agreement at the end of t
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -181,6 +181,13 @@ class GradientGroup:
     def expect_all(self) -> None:
         """Expect a gradient of every parameter."""
         self.missing = set(range(len(self.flat_group.parameters)))
+
+    def expect_only(self, is_computed: Callable[[torch.Tensor], bool]) -> None:
+        """Expect no gradient of those parameters any more that the pass under way computes none of."""
+        parameters = self.flat_group.parameters
+        self.missing = {
+            slot for slot in self.missing if (p := parameters[slot].tensor).requires_grad and is_computed(p)
+        }
 
     @property
     def is_handed_over(self) -> bool:

@@ -49,6 +49,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
-from trainer_client.step.gradient_hooks import AllGradientsHook
+from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
@@ -90,6 +91,22 @@ class _Frame:
     records: int
     may_release: bool = True
     has_returned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """A forward whose backward is not over.
+
+    Attributes:
+        hook: the hook by which the backward ends, which the graph of the forward keeps; None if no hook can tell.
+    """
+
+    hook: ref[AllGradientsHook] | None = None
+
+    def end(self) -> None:
+        """Remove the hook, because the backward is not to come. Idempotent."""
+        if self.hook is not None and (hook := self.hook()) is not None:
+            hook.remove()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +215,8 @@ class UnitHooks:
                 self._unit_of.append(unit)
         # For each slot, a record of each of its forwards whose backward is not over; and of these the ones that the
         # outermost forward under way has made, with their slots.
-        self._open: list[set[object]] = [set() for _ in self._unit_of]
-        self._records: list[tuple[int, object]] = []
+        self._open: list[set[_Record]] = [set() for _ in self._unit_of]
+        self._records: list[tuple[int, _Record]] = []
         # The state before the last outermost forward; None if that forward cannot be undone any more.
         self._before: _Before | None = None
         # The slots in the order of their first use since the last backward.
@@ -374,6 +391,8 @@ class UnitHooks:
         self._lanes.finish_copies_in()
         self._end_uses(keep=False)
         for records in self._open:
+            for record in records:
+                record.end()
             records.clear()
         for owners in self._owners_in_use:
             owners.clear()
@@ -556,7 +575,7 @@ class UnitHooks:
 
     def _watch_inputs(self, unit: Unit, slot: int, inputs: TensorTree) -> None:
         """Record a forward of the unit, and have its backward end when the gradients of all `inputs` have come."""
-        record = object()
+        record = _Record()
         self._open[slot].add(record)
         self._records.append((slot, record))
         tensors = inputs.requiring_grad()
@@ -565,21 +584,20 @@ class UnitHooks:
         # The inputs of a reentrant checkpoint are leaves. Autograd accumulates their gradients among those of the
         # parameters, in any order, so parameters may still miss theirs.
         has_leaves = any(tensor.is_leaf for tensor in tensors)
-        hook: AllGradientsHook
 
         def after_backward() -> None:
-            hook.remove()
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
             elif unit.tile is not None:
                 self._release_after_backward(unit)
 
-        hook = AllGradientsHook(tensors, after_backward)
+        record.hook = ref(AllGradientsHook(tensors, after_backward))
 
     def _remove_records(self, since: int) -> None:
         """Expect no backward of the forwards recorded after the first `since`, because they have failed."""
         for slot, record in self._records[since:]:
+            record.end()
             self._open[slot].discard(record)
         del self._records[since:]
 
@@ -605,6 +623,11 @@ class UnitHooks:
                 lasts until the end of backward.
         """
         self._lanes.poll()
+        if unit.tile is None:
+            # Whether a unit is over must not depend on which parameters this rank has used, because all ranks reduce and
+            # gather in one order.
+            for gradient in self._gradients.of_unit(unit):
+                gradient.expect_only(is_computed)
         complete = self._gradients.unit_is_complete(unit)
         if waits and not complete:
             self._almost_over.add(unit.index)
