@@ -126,8 +126,8 @@ def initialize(
         strict_weights: whether files and model must have the same names. False: values that the files lack keep their
             initial values, and values that the model lacks are left out.
         checkpoint: a checkpoint of DeepSpeed or another framework, as for `paramserver import`: a path or a URL. A job
-            that has no step yet goes on from it, with its optimizer states and counters; of any other job it has no
-            effect.
+            that has no step yet, nor a replica with one, goes on from it, with its optimizer states and counters.
+            Otherwise, and where `paramserver.resume` is "must", it has no effect.
         param_init_fn: a function that initialises the own parameters and buffers of a module on the meta device, in
             place (as FSDP's); None: the module's `reset_parameters()`, then `_init_weights(module)` of the transformers
             model around it.
@@ -232,8 +232,9 @@ def initialize(
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
         _hand_back(former_engines)
-        if checkpoint is not None:
-            import_at_start(checkpoint, settings, store, collectives, model, parameters)
+        is_imported = checkpoint is not None and import_at_start(
+            checkpoint, settings, store, collectives, model, parameters
+        )
         initial_values = InitialValues(
             model,
             parameters,
@@ -259,7 +260,7 @@ def initialize(
             recorder=recorder,
             log_context=log_context,
         )
-        job = Job(user, rank, policy, initial_values)
+        job = Job(user, rank, policy, initial_values, is_imported=is_imported)
         cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
         engine = make_engine(user, rank, job, batch, resources)
     for module, parameter in external_parameters(model):

@@ -194,6 +194,29 @@ def test_a_run_begins_with_a_checkpoint_and_its_own_daemon(tmp_path: Path) -> No
         trainer_client.initialize(model=Mixed(), config=config, checkpoint=path, weights=path)
 
 
+def test_a_run_begins_with_a_checkpoint_only_where_resume_allows_it(address: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "pytorch_model.bin"
+    torch.save(make_mixed().state_dict(), checkpoint)
+
+    def begin(resume: str) -> None:
+        config = config_of(address, "once")
+        config["paramserver"]["resume"] = resume
+        model = Mixed()
+        engine = trainer_client.initialize(
+            model=model, optimizer=optimizer_of(model), config=config, checkpoint=checkpoint
+        )[0]
+        with engine:
+            assert engine.global_steps == 0
+
+    with pytest.raises(trainer_client.StoreNotFoundError, match="resume is 'must'"):
+        begin("must")
+    assert committed_step(address, "once") is None
+    begin("never")
+    with pytest.raises(trainer_client.JobConflictError, match="resume is 'never'"):
+        begin("never")
+    begin("must")
+
+
 def test_the_loss_scale_and_the_hyper_parameters_are_taken_over(address: str, tmp_path: Path) -> None:
     model = make_mixed()
     optimizer = optimizer_of(model)

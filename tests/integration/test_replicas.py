@@ -195,9 +195,11 @@ class Model(nn.Module):
 
 
 @contextmanager
-def started(address: str, job: str, width: int = 64, **section: Any) -> Iterator[Engine]:
+def started(
+    address: str, job: str, width: int = 64, checkpoint: Path | None = None, **section: Any
+) -> Iterator[Engine]:
     config = config_of(address, job, "nvme", **section) | {"optimizer": {"type": "AdamW"}}
-    engine, *_ = trainer_client.initialize(model=Model(width), config=config)
+    engine, *_ = trainer_client.initialize(model=Model(width), config=config, checkpoint=checkpoint)
     try:
         yield engine
     finally:
@@ -240,6 +242,28 @@ def test_an_empty_store_does_not_begin_anew_while_the_replica_cannot_be_asked(no
         started(nodes.own.address, job, **replicated(nodes)),
     ):
         pass
+
+
+def test_a_checkpoint_is_not_imported_in_place_of_a_replica(nodes: Nodes, tmp_path: Path, job: str) -> None:
+    checkpoint = tmp_path / "pytorch_model.bin"
+    torch.save(Model().state_dict(), checkpoint)
+    with started(nodes.holder.address, job) as engine:
+        train(engine, [1, 2])
+    # A daemon that does not answer is no obstacle where another one has a step.
+    addresses = [f"unix:{tmp_path}/gone", nodes.holder.address]
+    section: dict[str, Any] = replicated(nodes, replica={"addresses": addresses})
+    with started(nodes.own.address, job, checkpoint=checkpoint, **section) as engine:
+        assert engine.resumed_step == 2
+    with admin_of(nodes.own.address) as store:
+        store.DeleteJob(admin_pb.DeleteJobRequest(job=job))
+
+    nodes.holder.kill()
+    with (
+        pytest.raises(JobConflictError, match=f"not begun with the checkpoint.*{nodes.holder.socket}"),
+        started(nodes.own.address, job, checkpoint=checkpoint, **section),
+    ):
+        pass
+    assert job_info(nodes.own, job) is None
 
 
 # --- what a commit waits for
@@ -334,7 +358,8 @@ def test_a_holder_that_stands_still_costs_steps_of_the_replica_only(nodes: Nodes
 
 def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:
     with Daemon(tmp_path / "full", DAEMON | {"nvme_budget": "1MiB"}) as full:
-        section = {"replicas": 1, "replica": {"addresses": [full.address], "timeout_seconds": 1.0}}
+        replica = {"addresses": [full.address], "timeout_seconds": 1.0}
+        section: dict[str, Any] = {"replicas": 1, "replica": replica}
         with started(nodes.own.address, job, width=256, **section) as engine:
             train(engine, range(1, 4))
             engine.wait_for_commit()

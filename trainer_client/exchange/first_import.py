@@ -1,7 +1,8 @@
-"""The import of a checkpoint at the start of a run, if none of the run's stores has a step of the job yet.
+"""The import of a checkpoint at the start of a run, if no store that may have a step of the job has one.
 
 The run has the model, and the model says which tensors are buffers and which names are those of tied parameters. If the
-daemon is restarted meanwhile, the import begins anew. This module must never import into a job that has steps.
+daemon is restarted meanwhile, the import begins anew. This module must never import into a job that has steps, and must
+never take a store that does not answer for one that has no steps.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import grpc
 from torch import nn
 
 from paramserver.contract.durability import durability_text, parse_durability
+from paramserver.contract.replica_names import replicated_job
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.errors import ImportCheckpointError, TrainerClientError
+from trainer_client.errors import ImportCheckpointError, JobConflictError, StoreError, TrainerClientError
 from trainer_client.exchange.import_checkpoint import import_checkpoint
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
@@ -32,18 +35,27 @@ def import_at_start(
     collectives: Collectives,
     model: nn.Module,
     parameters: Sequence[ModelParameter],
-) -> None:
+) -> bool:
     """Have rank 0 import a checkpoint as the run's job, unless the job has steps. All ranks must call this.
 
+    The stores of all ranks, the peers and the daemons that hold replicas are asked for steps. Where
+    `paramserver.resume` is "must", nothing is imported, because the job must have a step already.
+
+    Returns:
+        Whether the checkpoint was imported.
+
     Raises:
+        JobConflictError: on rank 0, a peer or a holder of replicas did not answer, and no other store has a step.
         TrainerClientError: on rank 0 the error that `import_checkpoint` raises; on the other ranks an
             ImportCheckpointError.
     """
     section = settings.paramserver
-    addresses = [store.address, *(section.peers if collectives.rank == 0 else ())]
+    if section.resume == "must":
+        return False
+    others = (*section.peers, *(section.replica.addresses if section.replicas else ()))
 
     def has_steps() -> bool:
-        return any(_has_steps(addresses, section.job, store.credentials))
+        return _has_steps(store.address, section.job, store.credentials)
 
     def import_unless_it_has_steps() -> None:
         if not has_steps():
@@ -51,7 +63,14 @@ def import_at_start(
 
     failure: TrainerClientError | None = None
     has_any = store.repeat_over_restarts(has_steps)
-    if not any(collectives.any_rank([has_any])) and collectives.rank == 0:
+    if collectives.rank == 0 and not has_any:
+        try:
+            has_any = _any_has_steps(others, section.job, store.credentials)
+        except JobConflictError as error:
+            failure = error
+    if any(collectives.any_rank([has_any])):
+        return False
+    if collectives.rank == 0 and failure is None:
         try:
             # If the daemon is lost, the next one has nothing of the job, so the import begins anew; or it has the
             # import's commit, if the crash came between the commit and its confirmation.
@@ -63,13 +82,39 @@ def import_at_start(
         raise failure
     if failed:
         raise ImportCheckpointError(f"rank 0 could not import {source}: see its message")
+    return True
 
 
-def _has_steps(addresses: Iterable[str], job: str, credentials: Credentials) -> Iterable[bool]:
-    """Yield for each store whether it has a committed step of the job. It can raise StoreError."""
+def _any_has_steps(addresses: Iterable[str], job: str, credentials: Credentials) -> bool:
+    """Return whether one of the stores has a committed step of the job, or a replica of a part of it.
+
+    Raises:
+        JobConflictError: none of those that answer has one, and some do not answer.
+    """
+    problems = []
     for address in addresses:
-        with connect(StoreAddress(address=address), credentials) as client:
-            yield any(stored.name == job and stored.step is not None for stored in client.list_jobs())
+        try:
+            if _has_steps(address, job, credentials):
+                return True
+        except StoreError as error:
+            problems.append(f"{address}: {error}")
+    if problems:
+        raise JobConflictError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"job {job!r} is not begun with the checkpoint, because stores that may have a step of it do not answer "
+            f"({'; '.join(problems)}): start their daemons, or remove their addresses from paramserver.peers and "
+            "paramserver.replica.addresses if the job is new or they are gone for good",
+        )
+    return False
+
+
+def _has_steps(address: str, job: str, credentials: Credentials) -> bool:
+    """Return whether a store has a committed step of the job, or a replica of a part. It can raise StoreError."""
+    with connect(StoreAddress(address=address), credentials) as client:
+        return any(
+            job in (stored.name, replicated_job(stored.name)) and stored.step is not None
+            for stored in client.list_jobs()
+        )
 
 
 def _import(

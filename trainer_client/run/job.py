@@ -85,8 +85,14 @@ class Job:
         rank: RankContext,
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
+        *,
+        is_imported: bool = False,
     ) -> None:
-        """Open the job, and hand over or load its states. All ranks must call this."""
+        """Open the job, and hand over or load its states. All ranks must call this.
+
+        Args:
+            is_imported: whether this run has just imported the job, which was new before.
+        """
         settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
         self._parameters = user.parameters
@@ -94,6 +100,8 @@ class Job:
         self._store = store
         self._collectives = collectives
         self._place = rank.place
+        # The step of the run's own import is none that `never` refuses.
+        self._resume = pb.RESUME_POLICY_AUTO if is_imported else _RESUME_POLICIES[settings.paramserver.resume]
         self._policy = PrecisionPolicy.of(settings)
         stores = self._within_one_epoch(self._find_stores)
         self.part = next(part for part, ranks in enumerate(stores) if collectives.rank in ranks)
@@ -301,7 +309,7 @@ class Job:
             world_size=self._collectives.world_size,
             attached_ranks=self.sharers,
             durability=section.durability,
-            resume=_RESUME_POLICIES[section.resume],
+            resume=self._resume,
             layout=layout,
         )
         try:
