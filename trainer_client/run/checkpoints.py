@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_client.config.checkpoints import CheckpointsSection
-from trainer_client.errors import CheckpointError, ConfigError, StoreError, TrainerClientError
+from trainer_client.errors import CheckpointError, CollectiveError, ConfigError, StoreError, TrainerClientError
 from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import PlacedStates
 from trainer_client.run import checkpoint_files as files
@@ -115,6 +115,7 @@ class Checkpoints:
         Raises:
             CheckpointError, StoreError, OSError: this or another rank failed to save it. Then no step is kept, and an
                 earlier checkpoint of the same tag is unchanged.
+            CollectiveError: the ranks lost each other. The checkpoint is saved or not; the stores keep the step anyway.
         """
         tag = files.check_tag(self._agree_on(tag))
         directory = Path(save_dir).absolute() / tag
@@ -150,6 +151,9 @@ class Checkpoints:
             unneeded = self._on_rank_0(
                 "save_checkpoint()", lambda: self._write(manifest, directory, save_latest=save_latest)
             )
+        except CollectiveError:
+            # Rank 0 may have written the manifest already, and then the checkpoint needs the step.
+            raise
         except (TrainerClientError, OSError):
             self._forget([name])
             raise

@@ -1,0 +1,104 @@
+"""The kept steps of checkpoints: which are forgotten, and which stay, whatever becomes of ranks and directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from trainer_client.config.checkpoints import CheckpointsSection
+from trainer_client.errors import CollectiveError
+from trainer_client.model.parameters import list_parameters
+from trainer_client.model.plain_state import PlainState
+from trainer_client.run import checkpoint_files as files
+from trainer_client.run import client_state
+from trainer_client.run.checkpoints import Checkpoints
+
+
+class Collectives:
+    """The collectives of a run of one rank, which can fail in one of its exchanges."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self.exchanges: list[str] = []
+        self.failing_exchange: int | None = None
+
+    def gather_bytes(self, content: bytes, what: str = "") -> list[bytes]:
+        self.exchanges.append(what)
+        if len(self.exchanges) == self.failing_exchange:
+            raise CollectiveError(f"{what}: another rank has gone")
+        return [content]
+
+    def broadcast_id(self, content: bytes) -> bytes:
+        return content
+
+
+class Store:
+    """A store that keeps the names and notes of steps."""
+
+    address, epoch, credentials = "unix:/store", "epoch", None
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+
+    def keep_step(self, step: int, name: str, note: str) -> Any:
+        self.notes[name] = note
+        return SimpleNamespace(state_dir="/state")
+
+    def note_durable(self, step: int) -> None:
+        pass
+
+    def forget_step(self, name: str) -> None:
+        self.notes.pop(name, None)
+
+    def list_kept_steps(self) -> list[Any]:
+        return [SimpleNamespace(name=name, note=note) for name, note in self.notes.items()]
+
+
+class Run:
+    """A run of one rank that saves checkpoints. A run that gets the store of another one goes on with its job."""
+
+    def __init__(self, store: Store | None = None, *, job: str = "job", **retention: Any) -> None:
+        model = nn.Linear(2, 2)
+        user: Any = SimpleNamespace(module=model, parameters=list_parameters(model))
+        section = SimpleNamespace(job=job, checkpoints=CheckpointsSection(**retention), peers=())
+        checkpoint = SimpleNamespace(tag_validation="Warn", load_universal=False)
+        self.store, self.collectives = store or Store(), Collectives()
+        self._settings = SimpleNamespace(paramserver=section, checkpoint=checkpoint)
+        rank: Any = SimpleNamespace(store=self.store, collectives=self.collectives, settings=self._settings)
+        self._checkpoints = Checkpoints(user, rank, [], leads_store=True)
+        self._state = client_state.encode({"model": PlainState(model, user.parameters).to_commit()})
+
+    def save(self, save_dir: Path, tag: str, step: int = 1, metric: float | None = None) -> Path:
+        return self._checkpoints.save(
+            save_dir,
+            tag,
+            step=step,
+            global_steps=step,
+            run_state=self._state,
+            user_state={},
+            metric=metric,
+            save_latest=True,
+        )
+
+    def can_load(self, directory: Path) -> bool:
+        """Return whether the store keeps the step that the manifest in a directory names."""
+        return files.read_manifest(directory).kept in self.store.notes
+
+
+def test_a_step_that_a_manifest_names_stays_when_another_rank_is_lost(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, "last", 1)
+    exchanges = len(run.collectives.exchanges)
+    saved = [run.can_load(tmp_path / "last")]
+    # The tag, the steps in the stores and the files are exchanged before the end of the save.
+    for lost_in in (1, 2, 3, 4):
+        run.collectives.failing_exchange = len(run.collectives.exchanges) + lost_in
+        with pytest.raises(CollectiveError):
+            run.save(tmp_path, "last", 1 + lost_in)
+        saved.append(run.can_load(tmp_path / "last"))
+    assert (exchanges, saved) == (4, [True] * 5)
