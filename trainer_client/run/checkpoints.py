@@ -261,6 +261,7 @@ class Checkpoints:
         before: Manifest | None = None
         with suppress(CheckpointError, OSError):
             before = files.read_manifest(directory)
+        replaced = [before.kept] if before is not None and self._was_saved_in(directory, before) else []
         path = directory / files.MANIFEST
         files.write(path, manifest.to_json())
         if save_latest:
@@ -275,11 +276,22 @@ class Checkpoints:
                 else:
                     files.write(path, before.to_json())
                 raise
-        replaced = [before.kept] if before is not None and before.job == self._job else []
         for name in replaced:
             self._seen.pop(name, None)
         self._note(manifest.kept, manifest, directory)
         return replaced
+
+    def _was_saved_in(self, directory: Path, manifest: Manifest) -> bool:
+        """Return whether the store keeps the step for the checkpoint in `directory`, which has this manifest.
+
+        The manifest may be a copy of another checkpoint's, which needs the step as well. It can raise StoreError.
+        """
+        if manifest.job != self._job:
+            return False
+        if (present := self._seen.get(manifest.kept)) is not None:
+            return present.directory.resolve() == directory.resolve()
+        notes = {step.name: step.note for step in self._store.list_kept_steps()}
+        return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
 
     def _note(self, name: str, manifest: Manifest, directory: Path) -> None:
         self._seen[name] = _Present(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from trainer_client.checkpoint import ds_to_universal
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.errors import CollectiveError
 from trainer_client.model.parameters import list_parameters
@@ -102,3 +104,36 @@ def test_a_step_that_a_manifest_names_stays_when_another_rank_is_lost(tmp_path: 
             run.save(tmp_path, "last", 1 + lost_in)
         saved.append(run.can_load(tmp_path / "last"))
     assert (exchanges, saved) == (4, [True] * 5)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("copied_with", ["ds_to_universal", "copytree"])
+def test_a_copy_that_is_replaced_leaves_the_step_of_its_original(
+    tmp_path: Path, copied_with: str, is_resumed: bool
+) -> None:
+    run = Run()
+    original = run.save(tmp_path, "original")
+    if copied_with == "copytree":
+        shutil.copytree(original, tmp_path / "copy")
+    else:
+        folders = SimpleNamespace(input_folder=str(original), output_folder=str(tmp_path / "copy"))
+        ds_to_universal.main(folders)
+    if is_resumed:
+        run = Run(run.store)
+    for step in (2, 3):
+        copy = run.save(tmp_path, "copy", step)
+        assert run.can_load(original)
+        assert run.can_load(copy)
+        assert len(run.store.notes) == 2
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_checkpoint_that_is_replaced_through_a_link_forgets_its_step(tmp_path: Path, is_resumed: bool) -> None:
+    run = Run()
+    run.save(tmp_path / "run", "tag")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    if is_resumed:
+        run = Run(run.store)
+    run.save(tmp_path / "link", "tag", 2)
+    assert run.can_load(tmp_path / "run" / "tag")
+    assert len(run.store.notes) == 1
