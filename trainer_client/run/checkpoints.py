@@ -69,6 +69,7 @@ class _Present:
     directory: Path
     device: int
     global_steps: int
+    saved_at: float
     metric: float | None
 
 
@@ -298,6 +299,7 @@ class Checkpoints:
             directory=directory,
             device=directory.stat().st_dev,
             global_steps=manifest.global_steps,
+            saved_at=manifest.saved_at,
             metric=manifest.metric,
         )
 
@@ -350,8 +352,7 @@ class Checkpoints:
 
     def _remove_old(self, newest: str) -> list[str]:
         """Remove the manifests that the retention of the config does not keep, and return the names of their steps."""
-        present = {name: (seen.global_steps, seen.metric) for name, seen in self._seen.items()}
-        needed = to_keep(present, self._settings.paramserver.checkpoints)
+        needed = _to_keep(self._seen, self._settings.paramserver.checkpoints)
         removed = [name for name in self._seen if name not in needed and name != newest]
         for name in removed:
             files.remove(self._seen.pop(name).directory)
@@ -450,23 +451,20 @@ def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:
     return (first, *("" if text == first else text for text in others))
 
 
-def to_keep(present: Mapping[str, tuple[int, float | None]], section: CheckpointsSection) -> set[str]:
-    """Return the names of the checkpoints that the retention keeps; all names if the section sets no number.
-
-    Args:
-        present: the global step and the metric of each checkpoint, by its name.
-    """
+def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[str]:
+    """Return the names of the checkpoints that the retention keeps; all names if the section sets no number."""
     if section.keep_last is None and section.keep_every is None and section.keep_best is None:
-        return set(present)
-    by_step = sorted(present, key=lambda name: present[name][0], reverse=True)
+        return set(seen)
+    # A run that has gone back to an earlier step saves steps with lower numbers later.
+    newest = sorted(seen, key=lambda name: seen[name].saved_at, reverse=True)
     sign = 1 if section.best == "min" else -1
     # A metric that is not a number (NaN) is never the best.
-    metrics = {name: metric for name in by_step if (metric := present[name][1]) is not None and not math.isnan(metric)}
+    metrics = {name: metric for name in newest if (metric := seen[name].metric) is not None and not math.isnan(metric)}
     best = sorted(metrics, key=lambda name: sign * metrics[name])
-    kept = set(by_step[: section.keep_last or 1])
+    kept = set(newest[: section.keep_last or 1])
     kept |= set(best[: section.keep_best or 0])
     if section.keep_every is not None:
-        kept |= {name for name in present if present[name][0] % section.keep_every == 0}
+        kept |= {name for name, present in seen.items() if present.global_steps % section.keep_every == 0}
     return kept
 
 

@@ -137,3 +137,24 @@ def test_a_checkpoint_that_is_replaced_through_a_link_forgets_its_step(tmp_path:
     run.save(tmp_path / "link", "tag", 2)
     assert run.can_load(tmp_path / "run" / "tag")
     assert len(run.store.notes) == 1
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_last_checkpoints_are_those_that_were_saved_last(tmp_path: Path, is_resumed: bool) -> None:
+    run = Run(keep_last=3)
+    for step in (800, 900, 1000):
+        run.save(tmp_path, f"step{step}", step)
+    # The run goes back to step 800, from which another history begins.
+    if is_resumed:
+        run = Run(run.store, keep_last=3)
+    for step in (850, 880, 890):
+        run.save(tmp_path, f"step{step}", step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step850", "step880", "step890"]
+    assert len(run.store.notes) == 3
+
+
+def test_of_equally_good_checkpoints_the_one_that_was_saved_last_is_the_best(tmp_path: Path) -> None:
+    run = Run(keep_best=1)
+    for step, metric in ((900, 1.0), (850, 1.0), (870, 2.0)):
+        run.save(tmp_path, f"step{step}", step, metric)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step850", "step870"]
