@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,10 +65,18 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Present:
-    """A checkpoint of this job that this process has seen in its directory."""
+    """A checkpoint of this job that this process has seen in its directory.
+
+    Attributes:
+        is_renamed: whether the directory is not the one that the checkpoint was saved in.
+        device: the device that has the directory.
+        stamp: what `_stamp_of` returned for the manifest.
+    """
 
     directory: Path
+    is_renamed: bool
     device: int
+    stamp: tuple[int, int] | None
     global_steps: int
     saved_at: float
     metric: float | None
@@ -279,7 +288,7 @@ class Checkpoints:
                 raise
         for name in replaced:
             self._seen.pop(name, None)
-        self._note(manifest.kept, manifest, directory)
+        self._note(manifest, directory)
         return replaced
 
     def _was_saved_in(self, directory: Path, manifest: Manifest) -> bool:
@@ -294,10 +303,12 @@ class Checkpoints:
         notes = {step.name: step.note for step in self._store.list_kept_steps()}
         return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
 
-    def _note(self, name: str, manifest: Manifest, directory: Path) -> None:
-        self._seen[name] = _Present(
+    def _note(self, manifest: Manifest, directory: Path, *, is_renamed: bool = False) -> None:
+        self._seen[manifest.kept] = _Present(
             directory=directory,
+            is_renamed=is_renamed,
             device=directory.stat().st_dev,
+            stamp=_stamp_of(directory),
             global_steps=manifest.global_steps,
             saved_at=manifest.saved_at,
             metric=manifest.metric,
@@ -317,29 +328,30 @@ class Checkpoints:
     def _unneeded(self, newest: Manifest) -> list[str]:
         """Return the kept steps of this job that no checkpoint needs any more; remove the manifests of old checkpoints.
 
-        Rank 0 calls this. If the directory of a step's checkpoint is missing, the step is not needed if this process
-        has seen the directory before on the file system that is mounted now. Otherwise that file system may only be
-        unmounted, so the step is kept, and a warning says how to forget it.
+        Rank 0 calls this. If a step's checkpoint is neither in its directory nor near it, the step is not needed if
+        this process has seen the directory before on the file system that is mounted now. Otherwise that file system
+        may only be unmounted, so the step is kept, and a warning says how to forget it.
         """
-        kept = {step.name: step.note for step in self._store.list_kept_steps() if step.note}
-        self._seen = {name: present for name, present in self._seen.items() if name in kept}
+        steps = self._store.list_kept_steps()
+        before, self._seen = self._seen, {}
+        manifests_below = cache(_manifests_below)
         gone = []
-        for name, note in kept.items():
-            directory = Path(note)
-            try:
-                if name not in self._seen:
-                    manifest = files.read_manifest(directory)
-                    if manifest.kept == name:
-                        self._note(name, manifest, directory)
-                        continue
-                elif (directory / files.MANIFEST).exists():
+        for step in steps:
+            name, present = step.name, before.get(step.name)
+            if present is None and not step.note:
+                continue
+            directory = Path(step.note) if present is None else present.directory
+            is_gone = False
+            # A directory that cannot be read is not gone.
+            with suppress(OSError):
+                if self._find(name, directory, present, manifests_below):
                     continue
-            except (CheckpointError, OSError):
-                pass
-            present = self._seen.get(name)
-            if present is not None and present.device == _device_of(directory):
-                log.info("the checkpoint %s was deleted: its step is forgotten", directory)
-                del self._seen[name]
+                is_gone = present is not None and present.device == _device_of(directory)
+            if is_gone:
+                log.warning(
+                    "the checkpoint %s was deleted, and is not under another name near there: its step is forgotten",
+                    directory,
+                )
                 gone.append(name)
             elif name not in self._warned:
                 self._warned.add(name)
@@ -350,10 +362,46 @@ class Checkpoints:
                 )
         return [*gone, *self._remove_old(newest.kept)]
 
+    def _find(
+        self,
+        name: str,
+        directory: Path,
+        present: _Present | None,
+        manifests_below: Callable[[Path], Mapping[Path, Manifest]],
+    ) -> bool:
+        """Look for the checkpoint of a kept step, take note of where it is, and return whether it was found.
+
+        Its user may have renamed the directory, or the one above it. It can raise OSError.
+
+        Args:
+            name: name of the kept step.
+            directory: the directory in which the checkpoint was saved, or seen last.
+            present: what was seen of it before.
+            manifests_below: `_manifests_below`, with the results of earlier calls.
+        """
+        stamp = _stamp_of(directory)
+        if present is not None and stamp is not None and stamp == present.stamp:
+            self._seen[name] = present
+            return True
+        if stamp is None and name in self._warned:
+            return False
+        found = _of_step(name, manifests_below(directory.parent))
+        if not found:
+            above = directory.parent.parent
+            found = _of_step(name, _manifests_at(above.glob(f"*/{directory.name}/{files.MANIFEST}")))
+        if not found:
+            return False
+        place = directory if directory in found else next(iter(found))
+        was_renamed = present is not None and present.is_renamed
+        self._note(found[place], place, is_renamed=was_renamed or place != directory)
+        return True
+
     def _remove_old(self, newest: str) -> list[str]:
         """Remove the manifests that the retention of the config does not keep, and return the names of their steps."""
-        needed = _to_keep(self._seen, self._settings.paramserver.checkpoints)
-        removed = [name for name in self._seen if name not in needed and name != newest]
+        # A directory that was renamed is its user's own, so the retention does not count it.
+        present = {name: seen for name, seen in self._seen.items() if not seen.is_renamed}
+        needed = _to_keep(present, self._settings.paramserver.checkpoints)
+        removed = [name for name in present if name not in needed and name != newest]
         for name in removed:
             files.remove(self._seen.pop(name).directory)
         return removed
@@ -466,6 +514,36 @@ def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[s
     if section.keep_every is not None:
         kept |= {name for name, present in seen.items() if present.global_steps % section.keep_every == 0}
     return kept
+
+
+def _manifests_below(parent: Path) -> dict[Path, Manifest]:
+    """Return the manifests one and two levels below a directory, by the directories that have them."""
+    return _manifests_at([*parent.glob(f"*/{files.MANIFEST}"), *parent.glob(f"*/*/{files.MANIFEST}")])
+
+
+def _manifests_at(paths: Iterable[Path]) -> dict[Path, Manifest]:
+    """Return the manifests that can be read, by the directories that have them, sorted."""
+    found = {}
+    for path in sorted(paths):
+        with suppress(CheckpointError, OSError):
+            found[path.parent] = files.read_manifest(path.parent)
+    return found
+
+
+def _of_step(name: str, manifests: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
+    return {place: manifest for place, manifest in manifests.items() if manifest.kept == name}
+
+
+def _stamp_of(directory: Path) -> tuple[int, int] | None:
+    """Return what identifies the content of the manifest in a directory; None if there is none.
+
+    It can raise OSError.
+    """
+    try:
+        found = (directory / files.MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _device_of(path: Path) -> int | None:

@@ -158,3 +158,95 @@ def test_of_equally_good_checkpoints_the_one_that_was_saved_last_is_the_best(tmp
     for step, metric in ((900, 1.0), (850, 1.0), (870, 2.0)):
         run.save(tmp_path, f"step{step}", step, metric)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step850", "step870"]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("place", ["best", "protected/step1"])
+def test_a_checkpoint_whose_directory_is_renamed_stays(
+    tmp_path: Path, place: str, is_resumed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(keep_last=1)
+    saved = run.save(tmp_path, "step1", 1)
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    saved.rename(tmp_path / place)
+    if is_resumed:
+        run = Run(run.store, keep_last=1)
+    for step in (2, 3):
+        run.save(tmp_path, f"step{step}", step)
+        assert run.can_load(tmp_path / place)
+    assert len(run.store.notes) == 2
+    assert caplog.records == []
+    # A checkpoint that is saved in its place replaces it.
+    if "/" not in place and not is_resumed:
+        run.save(tmp_path, place, 4)
+        assert run.can_load(tmp_path / place)
+        assert len(run.store.notes) == 1
+
+
+def test_a_checkpoint_whose_name_is_taken_after_it_was_renamed_stays(tmp_path: Path) -> None:
+    run = Run(keep_last=1)
+    for step in (1, 2, 3):
+        run.save(tmp_path, "last", step).rename(tmp_path / f"step{step}")
+    last = run.save(tmp_path, "last", 4)
+    assert all(run.can_load(directory) for directory in (last, *(tmp_path / f"step{step}" for step in (1, 2, 3))))
+
+
+def test_a_copy_takes_the_place_of_a_deleted_checkpoint(tmp_path: Path) -> None:
+    run = Run()
+    saved = run.save(tmp_path, "step1")
+    shutil.copytree(saved, tmp_path / "copy")
+    shutil.rmtree(saved)
+    run.save(tmp_path, "step2", 2)
+    assert run.can_load(tmp_path / "copy")
+
+
+def test_the_step_of_a_deleted_checkpoint_is_forgotten_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    saved = run.save(tmp_path, "step1")
+    shutil.rmtree(saved)
+    run.save(tmp_path, "step2", 2)
+    assert len(run.store.notes) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the checkpoint {saved} was deleted, and is not under another name near there: its step is forgotten"
+    ]
+
+
+def test_a_step_stays_while_its_directory_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    saved = run.save(tmp_path, "step1")
+    stat = Path.stat
+
+    def refuse(path: Path, **arguments: Any) -> Any:
+        if path.parent == saved:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **arguments)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    run.save(tmp_path, "step2", 2)
+    monkeypatch.undo()
+    assert run.can_load(saved)
+
+
+def test_the_retention_leaves_the_manifest_of_another_job_alone(tmp_path: Path) -> None:
+    mine, other = Run(keep_last=1), Run(job="another")
+    mine.save(tmp_path, "step1", 1)
+    other.save(tmp_path, "step1", 1)
+    mine.save(tmp_path, "step2", 2)
+    assert other.can_load(tmp_path / "step1")
+    # The manifest of this job's own step is gone, so the step is as well.
+    assert len(mine.store.notes) == 1
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_checkpoints_whose_common_directory_is_renamed_stay(tmp_path: Path, is_resumed: bool) -> None:
+    run = Run(keep_last=1)
+    run.save(tmp_path / "run", "step1")
+    (tmp_path / "run").rename(tmp_path / "better run")
+    if is_resumed:
+        run = Run(run.store, keep_last=1)
+    for step in (2, 3):
+        run.save(tmp_path / "run", f"step{step}", step)
+    assert run.can_load(tmp_path / "better run" / "step1")
+    assert len(run.store.notes) == 2
