@@ -315,13 +315,13 @@ class Checkpoints:
         )
 
     def _clean_up(self, newest: Manifest) -> list[str]:
-        """Return the result of `_unneeded`, or an empty list if it fails.
+        """Return the result of `_unneeded`, or an empty list if the store does not answer.
 
         The failure is only logged, because the checkpoint itself is saved, and the next save calls `_unneeded` again.
         """
         try:
             return self._unneeded(newest)
-        except (TrainerClientError, OSError) as error:
+        except TrainerClientError as error:
             log.warning("old checkpoints are not removed: %s", error)
             return []
 
@@ -397,13 +397,23 @@ class Checkpoints:
         return True
 
     def _remove_old(self, newest: str) -> list[str]:
-        """Remove the manifests that the retention of the config does not keep, and return the names of their steps."""
+        """Remove the manifests that the retention of the config does not keep, and return the names of their steps.
+
+        A manifest that cannot be removed stays with its step, until a later save succeeds in removing it.
+        """
         # A directory that was renamed is its user's own, so the retention does not count it.
         present = {name: seen for name, seen in self._seen.items() if not seen.is_renamed}
         needed = _to_keep(present, self._settings.paramserver.checkpoints)
-        removed = [name for name in present if name not in needed and name != newest]
-        for name in removed:
-            files.remove(self._seen.pop(name).directory)
+        removed = []
+        for name in present.keys() - needed - {newest}:
+            directory = present[name].directory
+            try:
+                files.remove(directory)
+            except OSError as error:
+                log.warning("the old checkpoint %s is not removed: %s", directory, error)
+                continue
+            del self._seen[name]
+            removed.append(name)
         return removed
 
     def _forget(self, names: Iterable[str]) -> None:

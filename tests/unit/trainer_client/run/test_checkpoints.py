@@ -250,3 +250,28 @@ def test_checkpoints_whose_common_directory_is_renamed_stay(tmp_path: Path, is_r
         run.save(tmp_path / "run", f"step{step}", step)
     assert run.can_load(tmp_path / "better run" / "step1")
     assert len(run.store.notes) == 2
+
+
+def test_a_directory_that_cannot_be_removed_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    first, second, third = (run.save(tmp_path, f"step{step}", step) for step in (1, 2, 3))
+    remove = files.remove
+
+    def refuse(directory: Path) -> None:
+        if directory == second:
+            raise PermissionError(13, "Permission denied", str(directory))
+        remove(directory)
+
+    run = Run(run.store, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove", refuse)
+        run.save(tmp_path, "step4", 4)
+    assert (first.exists(), second.exists(), third.exists()) == (False, True, False)
+    assert run.can_load(second)
+    assert len(run.store.notes) == 2
+    assert f"the old checkpoint {second} is not removed: [Errno 13]" in caplog.text
+    run.save(tmp_path, "step5", 5)
+    assert not second.exists()
+    assert len(run.store.notes) == 1
