@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, batch, config_of, micro_steps, start, steps
@@ -15,7 +17,7 @@ from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
 from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError
-from trainer_client.exchange.export import export_step
+from trainer_client.exchange.export import Format, export_step
 from trainer_client.run.checkpoint_files import MANIFEST
 
 
@@ -230,6 +232,41 @@ def test_another_model_is_refused_or_loaded_as_far_as_it_fits(address: str, job:
         pytest.raises(OtherModelError, match=r"has shape \[24, 24\] in the step and \[32, 32\] in this model"),
     ):
         engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_a_parameter_without_elements_is_loaded_and_exported(
+    address: str, job: str, tmp_path: Path, half: bool
+) -> None:
+    class WithNothing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+            self.last = torch.nn.Linear(2, 2)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            used = self.nothing.float().sum() + self.last(hidden[:, :2]).float().sum()
+            result: torch.Tensor = super().forward(hidden) + used
+            return result
+
+    with start(config_of(address, job, half=half), WithNothing()) as engine:
+        list(steps(engine, SAVED_AT))
+        engine.save_checkpoint(tmp_path)
+        losses, weights = list(steps(engine, STEPS)), engine.full_state_dict()
+        engine.load_checkpoint(tmp_path)
+        assert list(steps(engine, STEPS)) == losses
+        assert_equal_weights(engine, weights)
+        engine.wait_for_commit()
+        for format in get_args(Format):
+            export_step(address, job, None, tmp_path / format, format=format)
+    exported = load_file(tmp_path / "safetensors" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert [
+        name for name, value in weights.items() if not torch.equal(exported[name], value.to(exported[name].dtype))
+    ] == []
+    assert exported["nothing"].dtype == (torch.bfloat16 if half else torch.float32)
+    exported = torch.load(tmp_path / "deepspeed-fp32" / "pytorch_model.bin", weights_only=True)
+    assert (list(exported["nothing"].shape), exported["nothing"].dtype) == ([0, 3], torch.float32)
 
 
 def test_checkpoints_stay_by_number_and_metric_and_deleted_ones_are_forgotten(

@@ -116,8 +116,10 @@ class StoredModel:
         if encoded is None:
             raise _incomplete(origin, "rank 0's part of the commit")
         self._state: Mapping[str, Any] = decode_stored(encoded) if encoded else {}
-        self._tensors = _whole_tensors(origin, len(self._state.get("update_counts", ())))
         model = self._state.get("model")
+        self._tensors = _whole_tensors(
+            origin, len(self._state.get("update_counts", ())), (model or {}).get("empty", {})
+        )
         if self._state and model is None:
             log.warning(
                 "step %d of job %r was committed by a version that did not record the further names of tied "
@@ -363,12 +365,13 @@ def _is_whole(holder: StepPart, fqn: str) -> bool:
     return tensor is not None and tensor.held == ((0, tensor.numel),)
 
 
-def _whole_tensors(origin: StoredStep, known: int) -> list[StoredTensor]:
+def _whole_tensors(origin: StoredStep, known: int, empty: Mapping[str, torch.Tensor]) -> list[StoredTensor]:
     """Return the tensors of the step in the model's order.
 
     Args:
         origin: the step.
         known: the number of tensors that the model has at least. A store lists only those of which it has elements.
+        empty: the tensors without elements, by name, in the model's order.
 
     Raises:
         StoreNotFoundError: the stores lack some elements.
@@ -387,11 +390,17 @@ def _whole_tensors(origin: StoredStep, known: int) -> list[StoredTensor]:
             end = max(end, first + count)
         if end < tensor.numel:
             raise _incomplete(origin, f"the elements of {printable(fqn)!r} from {end} of {tensor.numel} on")
-    tensors = sorted(found.values(), key=lambda tensor: tensor.index)
-    total = max([known, *(tensor.index + 1 for tensor in tensors)])
-    if len(tensors) < total:
-        raise _incomplete(origin, f"{total - len(tensors)} of the {total} parameters")
-    return tensors
+    places = {tensor.index for tensor in found.values()}
+    total = max([known, *(place + 1 for place in places)])
+    unlisted = sorted(set(range(total)) - places)
+    if len(unlisted) > len(empty):
+        raise _incomplete(origin, f"{len(unlisted) - len(empty)} of the {total} parameters")
+    tensors = [*found.values()]
+    for place, (fqn, value) in zip(unlisted, empty.items(), strict=True):
+        shape = tuple(value.shape)
+        kinds: Mapping[Kind, torch.dtype] = {"param": value.dtype}
+        tensors.append(StoredTensor(fqn=fqn, shape=shape, trainable=False, kinds=kinds, held=(), index=place))
+    return sorted(tensors, key=lambda tensor: tensor.index)
 
 
 def _incomplete(origin: StoredStep, what: str) -> StoreNotFoundError:

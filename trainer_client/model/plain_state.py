@@ -1,5 +1,7 @@
 """What a model's files have besides the tensors of the store: further names of tied parameters, buffers, adapters.
 
+A store has no part of a parameter without elements, so these are here, too.
+
 Each commit carries it in its client state, so that a step can be exported from the store alone. This module must never
 keep a copy of a buffer: each commit has the values of its own moment.
 """
@@ -30,6 +32,8 @@ class PlainState:
 
     def __init__(self, model: nn.Module, parameters: Iterable[ModelParameter]) -> None:
         self._model = model
+        parameters = tuple(parameters)
+        self._empty = {p.fqn: torch.empty(p.shape, dtype=p.tensor.dtype) for p in parameters if not p.shape.numel()}
         stored = {id(parameter.tensor): parameter.fqn for parameter in parameters}
         known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._aliases: dict[str, str] = {}
@@ -50,7 +54,8 @@ class PlainState:
         Returns:
             "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
             plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
-            of all other entries of the state dict; "adapters": the configs of peft's adapters in JSON, by name.
+            of all other entries of the state dict; "adapters": the configs of peft's adapters in JSON, by name;
+            "empty": the parameters without elements, by name, in the model's order.
         """
         buffers: dict[str, torch.Tensor] = {}
         left_out = list(self._foreign)
@@ -62,7 +67,13 @@ class PlainState:
                 room -= buffer.nbytes
             else:
                 left_out.append(name)
-        return {"aliases": self._aliases, "buffers": buffers, "left_out": left_out, "adapters": self._adapters}
+        return {
+            "aliases": self._aliases,
+            "buffers": buffers,
+            "left_out": left_out,
+            "adapters": self._adapters,
+            "empty": self._empty,
+        }
 
 
 def _adapter_configs(model: nn.Module) -> dict[str, str]:

@@ -16,6 +16,7 @@ class Model(nn.Module):
         self.last = nn.Linear(2, 2)
         self.last.weight = self.first.weight
         self.norm = nn.BatchNorm1d(2)
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
         self.register_buffer("large", torch.zeros(MAX_BUFFER_BYTES // 4))
         self.register_buffer("passing", torch.zeros(1), persistent=False)
 
@@ -33,6 +34,8 @@ def test_names_and_buffers_are_those_of_the_state_dict() -> None:
     carried = plain.to_commit()
 
     assert carried["aliases"] == {"last.weight": "first.weight"}
+    (name, empty), *others = carried["empty"].items()
+    assert (name, tuple(empty.shape), empty.dtype, others) == ("nothing", (0, 3), torch.bfloat16, [])
     # The large buffer comes first, and the small ones have no room beside it.
     assert carried["buffers"].keys() == {"large"}
     assert sorted(carried["left_out"]) == [
