@@ -297,6 +297,7 @@ def _make_run_state(
     clock: Clock,
 ) -> RunState:
     return RunState(
+        names=[parameter.fqn for parameter in user.parameters],
         step=step,
         scaler=scaler,
         optimizer=user.optimizer,

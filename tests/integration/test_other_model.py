@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ import trainer_client
 from paramserver.admin.cli import app
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.forked import ROOT
+from tests.integration.support.model_runs import config_of, start
 from tests.integration.support.two_models import stderr_of_script, train_here
 from trainer_client import JobConflictError, OtherModelError
 
@@ -89,3 +91,39 @@ def test_with_an_operators_daemon_the_command_deletes_the_job_there(tmp_path: Pa
         assert command == f"paramserver-admin delete-job --address {daemon.address} 'a job'"
         assert CliRunner().invoke(app, shlex.split(command)[1:], input="y\n").exit_code == 0
         begin(daemon.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
+
+
+@pytest.mark.parametrize("units", [{}, {"max_parameters": 25}], ids=["in place", "laid out anew"])
+def test_the_counts_of_updates_follow_their_parameters_into_another_order(
+    model_store: str, job: str, units: dict[str, Any]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self, *, last_first: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            if last_first:
+                self.last = nn.LayerNorm(4)
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            if not last_first:
+                self.last = nn.LayerNorm(4)
+            self.uses_last = False
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                hidden = block(hidden)
+            return (self.last(hidden) if self.uses_last else hidden).square().mean()
+
+    def counts(net: Net, steps: int, **section: Any) -> dict[str, int]:
+        with start(net, config_of(model_store, job, **section)) as engine:
+            for step in range(steps):
+                net.uses_last = step >= steps - 2
+                engine.backward(engine(torch.ones(2, 4)))
+                engine.step()
+            names = [name for name, _ in net.named_parameters()]
+            return dict(zip(names, engine._step.update_counts, strict=True))
+
+    before = counts(Net(last_first=False), 5)
+    assert (before["blocks.1.bias"], before["last.bias"]) == (5, 2)
+    again = counts(Net(last_first=True), 0, units=units)
+    assert list(again) != list(before)
+    assert again == before

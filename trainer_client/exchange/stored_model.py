@@ -21,7 +21,7 @@ import torch
 
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
-from trainer_client.run.stored_state import decode_stored
+from trainer_client.run.stored_state import counts_of, decode_stored
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
@@ -179,7 +179,7 @@ class StoredModel:
             for tensor in self._tensors
             if tensor.trainable
         }
-        counts = self._state["update_counts"]
+        counts = counts_of(self._state, [tensor.fqn for tensor in self._tensors])
         names = {tensor.index: tensor.fqn for tensor in self._tensors}
         return OptimizerStates(
             states=states,

@@ -6,7 +6,7 @@ This module owns the list of the state's parts. It must never encode them, becau
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
+from trainer_client.run.stored_state import sort_counts
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
@@ -47,6 +48,7 @@ class RunState:
     """The parts of a run's state that a commit carries for this rank.
 
     Args:
+        names: the names of the model's parameters, in its order.
         made_with: the record of this run; None: the commits of another rank carry it.
         rolled_back: the roll-backs by operators before this run, see rolled_back.py.
     """
@@ -54,6 +56,7 @@ class RunState:
     def __init__(
         self,
         *,
+        names: Sequence[str],
         step: TrainingStep,
         scaler: LossScaler,
         optimizer: StoreOptimizer,
@@ -67,6 +70,7 @@ class RunState:
         rolled_back: RollBacks,
     ) -> None:
         """Join the parts; `made_with` is None on all ranks but rank 0, whose commits carry it."""
+        self._names = names
         self._step = step
         self._scaler = scaler
         self._optimizer = optimizer
@@ -101,6 +105,7 @@ class RunState:
                     "clock": self._clock.now,
                 },
                 "update_counts": self._step.update_counts,
+                "sorted_counts": sort_counts(self._step.update_counts, self._names),
                 "scaler": self._scaler.state_dict(),
                 "optimizer": self._optimizer.settings(),
                 "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),

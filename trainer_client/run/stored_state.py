@@ -6,13 +6,14 @@ finds the same entries whatever version made the commit. It must never change wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_client.errors import ClientStateError
 from trainer_client.run import client_state
 
 # The entries that earlier versions did not commit, with the value that stands for "was not recorded".
-_ENTRIES = ("model", "buffers", "made_at", "made_with", "imported", "rolled_back")
+_ENTRIES = ("model", "buffers", "made_at", "made_with", "imported", "rolled_back", "sorted_counts")
 
 
 def decode_stored(encoded: bytes) -> dict[str, Any]:
@@ -34,3 +35,31 @@ def decode_stored(encoded: bytes) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise ClientStateError(f"the stored client state has no counters of a run: {error!r}") from error
     return dict.fromkeys(_ENTRIES) | state
+
+
+def sort_counts(counts: Sequence[int], names: Sequence[str]) -> list[int] | None:
+    """Return the parameters' numbers of updates in the alphabetical order of their names; None if all are equal.
+
+    A later run of the same model may have its parameters in another order, and finds its own numbers by this list.
+
+    Args:
+        counts: the numbers of updates, in the model's order.
+        names: the names of the parameters, in the model's order.
+    """
+    if len(set(counts)) <= 1:
+        return None
+    return [count for _, count in sorted(zip(names, counts, strict=True))]
+
+
+def counts_of(state: Mapping[str, Any], names: Sequence[str]) -> list[int]:
+    """Return the parameters' numbers of updates that a commit has, in the order of `names`.
+
+    Args:
+        state: the state, as `decode_stored` returned it.
+        names: the names of all parameters of the model that made the commit, in any order. In commits that an earlier
+            version made the numbers are in the order of the model of that time, which is taken to be this order.
+    """
+    if state["sorted_counts"] is None:
+        return list(state["update_counts"])
+    by_name = dict(zip(sorted(names), state["sorted_counts"], strict=True))
+    return [by_name[name] for name in names]
