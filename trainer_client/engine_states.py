@@ -288,7 +288,8 @@ class EngineStates(EngineCore):
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
             OtherModelError: the checkpoint is of a model with other parameters.
-            ConfigError: `custom_load_fn` was given.
+            ConfigError: `custom_load_fn` was given, or the optimizer has other parameter groups than that of the
+                checkpoint. Nothing is changed then.
             RuntimeError: a step is under way.
         """
         self._require_between_steps("load_checkpoint()")
@@ -298,13 +299,12 @@ class EngineStates(EngineCore):
                 "on the way; leave it out, and change weights with engine.load_state_dict()"
             )
         tag = None if tag is None else str(tag)
-        loaded = self._checkpoints.find(load_dir, tag, strict=load_module_strict)
+        with_states = load_optimizer_states and not load_module_only
+        loaded = self._checkpoints.find(load_dir, tag, strict=load_module_strict, with_states=with_states)
         if loaded is None:
             return None, None
         with self._changing():
-            self._checkpoints.hand_over(
-                loaded, self._commits.next, with_states=load_optimizer_states and not load_module_only
-            )
+            self._checkpoints.hand_over(loaded, self._commits.next, with_states=with_states)
             if not load_module_only:
                 progress = self._run_state.restore(
                     loaded.run_state, optimizer=load_optimizer_states, lr_scheduler=load_lr_scheduler_states

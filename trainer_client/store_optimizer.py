@@ -280,8 +280,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
-    def load_settings(self, settings: Sequence[ParameterGroup]) -> None:
-        """Set the groups to what `settings` returned in an earlier run, and add the groups that were added during it.
+    def check_settings(self, settings: Sequence[ParameterGroup]) -> None:
+        """Check that `load_settings` can set the groups to these settings.
 
         Raises:
             ConfigError: a group has other parameters than it had then, or there are more groups now than then.
@@ -291,9 +291,25 @@ class StoreOptimizer(torch.optim.Optimizer):
                 f"the optimizer has {len(self.param_groups)} parameter groups, the job was left with {len(settings)}: "
                 "pass the same groups"
             )
+        for number, (group, stored) in enumerate(zip(self.param_groups, settings, strict=False)):
+            indexes = _indexes(stored["params"])
+            present = [self._index_of[id(tensor)] for tensor in group["params"]]
+            if present != indexes:
+                fqns = [self._parameters[index].fqn for index in sorted(set(present) ^ set(indexes))]
+                raise ConfigError(
+                    f"parameter group {number} of the optimizer is not the one that the job was left with (they differ "
+                    f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
+                )
+
+    def load_settings(self, settings: Sequence[ParameterGroup]) -> None:
+        """Set the groups to what `settings` returned in an earlier run, and add the groups that were added during it.
+
+        It raises what `check_settings` raises, and changes nothing then.
+        """
+        self.check_settings(settings)
         for number, stored in enumerate(settings):
             values = dict(stored)
-            indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
+            indexes = _indexes(values.pop("params"))
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]
                 # torch wants the names of the parameters in all groups, or in none.
@@ -302,13 +318,6 @@ class StoreOptimizer(torch.optim.Optimizer):
                 self.add_param_group({**values, "params": params})
                 continue
             group = self.param_groups[number]
-            present = [self._index_of[id(tensor)] for tensor in group["params"]]
-            if present != indexes:
-                fqns = [self._parameters[index].fqn for index in sorted(set(present) ^ set(indexes))]
-                raise ConfigError(
-                    f"parameter group {number} of the optimizer is not the one that the job was left with (they differ "
-                    f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
-                )
             # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
             values.pop(_DECOUPLED, None)
             group.update(values)
@@ -393,6 +402,10 @@ def _without_states(fqn: str) -> str:
         f"parameter {fqn} cannot be trained: it was frozen and in no parameter group when the job was opened, and has "
         "no optimizer states in the store; name it in paramserver.may_thaw, and resume the job"
     )
+
+
+def _indexes(ranges: Iterable[Sequence[int]]) -> list[int]:
+    return [index for first, last in ranges for index in range(first, last + 1)]
 
 
 def _ranges(indexes: Iterable[int]) -> list[list[int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer_client
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, batch, config_of, micro_steps, start, steps
 from tests.integration.support.daemon import Daemon, admin_of
@@ -267,6 +268,31 @@ def test_a_parameter_without_elements_is_loaded_and_exported(
     assert exported["nothing"].dtype == (torch.bfloat16 if half else torch.float32)
     exported = torch.load(tmp_path / "deepspeed-fp32" / "pytorch_model.bin", weights_only=True)
     assert (list(exported["nothing"].shape), exported["nothing"].dtype) == ([0, 3], torch.float32)
+
+
+def test_other_parameter_groups_are_refused_before_anything_is_changed(address: str, job: str, tmp_path: Path) -> None:
+    def engine_of(job: str, groups: int) -> Engine:
+        model = Net()
+        parts = [list(model.first.parameters()), list(model.blocks.parameters())]
+        given = [{"params": part} for part in (parts if groups == 2 else [parts[0] + parts[1]])]
+        config = config_of(address, job)
+        del config["optimizer"]
+        optimizer = torch.optim.AdamW(given, lr=1e-2)
+        return trainer_client.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    with engine_of(job, 2) as engine:
+        list(steps(engine, 2))
+        engine.save_checkpoint(tmp_path)
+        saved = engine.full_state_dict()
+    with engine_of(f"{job}-1", 1) as engine:
+        list(steps(engine, 3))
+        own = engine.full_state_dict()
+        with pytest.raises(ConfigError, match="parameter group 0 of the optimizer is not the one"):
+            engine.load_checkpoint(tmp_path)
+        assert_equal_weights(engine, own)
+        list(steps(engine, 4))
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert_equal_weights(engine, saved)
 
 
 def test_checkpoints_stay_by_number_and_metric_and_deleted_ones_are_forgotten(

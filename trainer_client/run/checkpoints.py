@@ -171,7 +171,7 @@ class Checkpoints:
         self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._clean_up(manifest)))
         return directory
 
-    def find(self, load_dir: str | Path, tag: str | None, *, strict: bool) -> Loaded | None:
+    def find(self, load_dir: str | Path, tag: str | None, *, strict: bool, with_states: bool) -> Loaded | None:
         """Find a checkpoint and the stores that keep its step; None if `tag` is None and `latest` does not exist.
 
         All ranks must call this; rank 0 reads the files and asks the stores for all ranks. With
@@ -180,6 +180,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
             OtherModelError: `strict`, and the step is of a model with other parameters.
+            ConfigError: `with_states`, and the optimizer has other parameter groups than that of the checkpoint.
         """
         known = self._collectives.gather_bytes(
             json.dumps([self._store.address, self._store.epoch]).encode(), "load_checkpoint()"
@@ -212,7 +213,7 @@ class Checkpoints:
         found = self._on_rank_0("load_checkpoint()", search)
         if found is None:
             return None
-        return self._on_all_ranks_alike("load_checkpoint()", lambda: self._loaded(**found))
+        return self._on_all_ranks_alike("load_checkpoint()", lambda: self._loaded(**found, with_states=with_states))
 
     def hand_over(self, loaded: Loaded, step: int, *, with_states: bool) -> None:
         """Hand over the values of a checkpoint for the uncommitted `step`, and set the model's buffers.
@@ -424,7 +425,7 @@ class Checkpoints:
             except StoreError as error:
                 log.warning("the kept step %s is not forgotten: %s", name, error)
 
-    def _loaded(self, *, path: str, text: str, source: Mapping[str, Any]) -> Loaded:
+    def _loaded(self, *, path: str, text: str, source: Mapping[str, Any], with_states: bool) -> Loaded:
         manifest, found = Manifest.from_json(text, path), KeptSource.from_json(source)
         rank = self._collectives.rank
         known = rank < len(manifest.run_states)
@@ -442,6 +443,8 @@ class Checkpoints:
             raise CheckpointError(f"{path}: its state of the run does not fit its step: {error!r}") from error
         if not found.keeps_groups:
             state["optimizer"] = None
+        if with_states and state["optimizer"] is not None:
+            self._user.optimizer.check_settings(state["optimizer"])
         own = dict(self._user.module.named_buffers(remove_duplicate=False))
         if rank == 0 and (left_out := self._plain.to_commit()["left_out"]):
             log.warning("%s does not have these parts of the model, which stay: %s", path, ", ".join(left_out))
