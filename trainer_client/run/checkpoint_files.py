@@ -143,7 +143,7 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         torch.save(dict(state), buffer)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
         raise CheckpointError(
             f"save_checkpoint(client_state=...): {refused}. Other types must load with torch.load(weights_only=True), "
@@ -153,14 +153,16 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the state of which `encode_user_state` made `encoded`.
+    """Return the state of which `encode_user_state` made `encoded`, with its tensors on the CPU.
 
     It can raise CheckpointError, which names `path`.
     """
     try:
         if "json" in encoded:
             return client_state.decode(encoded["json"].encode())
-        loaded = torch.load(io.BytesIO(base64.b64decode(encoded["torch"])), weights_only=True)
+        # The device that a tensor was saved on may not be there.
+        content = io.BytesIO(base64.b64decode(encoded["torch"]))
+        loaded = torch.load(content, map_location="cpu", weights_only=True)
         return dict(loaded)
     except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
         raise CheckpointError(f"{path}: its client state cannot be read: {error}") from error

@@ -1,0 +1,28 @@
+"""The user's state in a manifest comes back, whatever its tensors are, and wherever they were."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import pytest
+import torch
+
+from trainer_client.run.checkpoint_files import decode_user_state, encode_user_state
+
+
+def test_a_state_with_tensors_of_a_device_that_is_not_there_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
+        torch.save({"average": torch.ones(2), "seen": {1, 2}}, buffer)
+    encoded = {"torch": base64.b64encode(buffer.getvalue()).decode()}
+    state = decode_user_state(encoded, "manifest")
+    assert (state["average"].tolist(), state["average"].device.type, state["seen"]) == ([1, 1], "cpu", {1, 2})
+
+
+def test_a_state_is_saved_although_it_names_a_device_that_torch_cannot_restore(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
+    assert encode_user_state({"average": torch.ones(2), "seen": {1, 2}}).keys() == {"torch"}
