@@ -108,8 +108,15 @@ def _pack(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        content = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+        try:
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            content = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+        except (RuntimeError, TypeError) as error:
+            # Sparse, quantized, nested, conjugated and meta tensors have no plain bytes.
+            reason = str(error).partition("\n")[0]
+            raise ClientStateError(
+                f"client state{path} is a tensor that cannot be committed ({reason}): give a dense tensor with values"
+            ) from error
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item, f"{path}[{index}]") for index, item in enumerate(value)]}

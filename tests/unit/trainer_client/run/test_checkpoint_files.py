@@ -1,4 +1,4 @@
-"""The user's state in a manifest comes back, whatever its tensors are, and wherever they were."""
+"""The files of a checkpoint, and the user's state in a manifest, whatever its tensors are, and wherever they were."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def test_a_state_is_saved_although_it_names_a_device_that_torch_cannot_restore(
 ) -> None:
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
     assert encode_user_state({"average": torch.ones(2), "seen": {1, 2}}).keys() == {"torch"}
+
+
+def test_a_tensor_that_json_cannot_hold_is_saved_in_the_format_of_torch() -> None:
+    sparse = torch.eye(2).to_sparse()
+    encoded = encode_user_state({"mask": sparse})
+    assert encoded.keys() == {"torch"}
+    assert torch.equal(decode_user_state(encoded, "manifest")["mask"].to_dense(), torch.eye(2))

@@ -57,6 +57,21 @@ def test_an_object_is_refused_by_its_place() -> None:
         encode({"user": {"cursors": [0, object()]}})
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(2).to_sparse(),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch.empty(2, device="meta"),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    ],
+    ids=["sparse", "conjugated", "meta", "nested"],
+)
+def test_a_tensor_without_plain_bytes_is_refused_by_its_place(tensor: torch.Tensor) -> None:
+    with pytest.raises(ClientStateError, match=r"client state\.user\[0\] is a tensor that cannot be committed"):
+        encode({"user": [tensor]})
+
+
 @pytest.mark.parametrize("stored", [b"", b"[]", b'{"format":99,"state":{}}', b"\x80\x04N."])
 def test_what_this_version_did_not_write_is_refused(stored: bytes) -> None:
     with pytest.raises(ClientStateError):
