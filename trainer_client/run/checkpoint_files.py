@@ -241,6 +241,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def write(path: Path, text: str) -> None:
     """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError."""
+    made = [directory for directory in path.parents if not directory.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -249,28 +250,42 @@ def write(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        # A new directory is on the disk when the directory above it is.
+        for directory in (path.parent, *(new.parent for new in made)):
+            _sync(directory)
     finally:
         part.unlink(missing_ok=True)
 
 
-def remove(directory: Path) -> None:
-    """Remove a manifest, its directory if that is empty then, and `latest` if it names the tag.
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def root_of(directory: Path, tag: str) -> Path:
+    """Return the directory in which `save_checkpoint` has made the directory of a tag, which may have several parts."""
+    return directory.parents[len(PurePosixPath(tag).parts) - 1]
+
+
+def remove(directory: Path, tag: str) -> None:
+    """Remove a manifest, the directories of its tag that are empty then, and `latest` if it names the tag.
 
     It can raise OSError.
     """
     (directory / MANIFEST).unlink(missing_ok=True)
-    latest = directory.parent / LATEST
+    root = root_of(directory, tag)
+    latest = root / LATEST
     with suppress(OSError, ValueError):
-        if latest.read_text().strip() == directory.name:
+        if latest.read_text().strip() == tag:
             latest.unlink()
     # The directory stays if the user has files of his own there.
     with suppress(OSError):
-        directory.rmdir()
+        while directory != root:
+            directory.rmdir()
+            directory = directory.parent
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -74,6 +74,7 @@ class _Present:
     """
 
     directory: Path
+    tag: str
     is_renamed: bool
     device: int
     stamp: tuple[int, int] | None
@@ -276,14 +277,12 @@ class Checkpoints:
         path = directory / files.MANIFEST
         files.write(path, manifest.to_json())
         if save_latest:
-            # A tag may have several parts, and `latest` is in the directory above all of them.
-            root = Path(str(directory).removesuffix(manifest.tag))
             try:
-                files.write(root / files.LATEST, manifest.tag)
+                files.write(files.root_of(directory, manifest.tag) / files.LATEST, manifest.tag)
             except OSError:
                 # The caller makes the stores forget the step, so no manifest must name it.
                 if before is None:
-                    files.remove(directory)
+                    files.remove(directory, manifest.tag)
                 else:
                     files.write(path, before.to_json())
                 raise
@@ -307,6 +306,7 @@ class Checkpoints:
     def _note(self, manifest: Manifest, directory: Path, *, is_renamed: bool = False) -> None:
         self._seen[manifest.kept] = _Present(
             directory=directory,
+            tag=manifest.tag,
             is_renamed=is_renamed,
             device=directory.stat().st_dev,
             stamp=_stamp_of(directory),
@@ -409,7 +409,7 @@ class Checkpoints:
         for name in present.keys() - needed - {newest}:
             directory = present[name].directory
             try:
-                files.remove(directory)
+                files.remove(directory, present[name].tag)
             except OSError as error:
                 log.warning("the old checkpoint %s is not removed: %s", directory, error)
                 continue

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from trainer_client.run.checkpoint_files import decode_user_state, encode_user_state
+from trainer_client.run.checkpoint_files import MANIFEST, decode_user_state, encode_user_state, remove, write
 
 
 def test_a_state_with_tensors_of_a_device_that_is_not_there_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,30 @@ def test_a_tensor_that_json_cannot_hold_is_saved_in_the_format_of_torch() -> Non
     encoded = encode_user_state({"mask": sparse})
     assert encoded.keys() == {"torch"}
     assert torch.equal(decode_user_state(encoded, "manifest")["mask"].to_dense(), torch.eye(2))
+
+
+def test_a_checkpoint_whose_tag_has_several_parts_is_removed_with_the_name_in_latest(tmp_path: Path) -> None:
+    for tag in ("a/b", "a/c"):
+        write(tmp_path / tag / MANIFEST, "{}")
+    write(tmp_path / "latest", "a/b")
+    write(tmp_path / "a" / "latest", "c")
+    remove(tmp_path / "a/c", "a/c")
+    # The file beside the directory is not the one that names the tag.
+    assert (tmp_path / "a" / "latest").read_text() == "c"
+    (tmp_path / "a" / "latest").unlink()
+    assert (tmp_path / "latest").read_text() == "a/b"
+    remove(tmp_path / "a/b", "a/b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_entries_of_all_new_directories_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = set()
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write(tmp_path / "run" / "a" / "b" / MANIFEST, "{}")
+    assert synced >= {tmp_path, tmp_path / "run", tmp_path / "run" / "a", tmp_path / "run" / "a" / "b"}

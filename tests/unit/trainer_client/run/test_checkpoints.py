@@ -259,10 +259,10 @@ def test_a_directory_that_cannot_be_removed_holds_up_no_other(
     first, second, third = (run.save(tmp_path, f"step{step}", step) for step in (1, 2, 3))
     remove = files.remove
 
-    def refuse(directory: Path) -> None:
+    def refuse(directory: Path, tag: str) -> None:
         if directory == second:
             raise PermissionError(13, "Permission denied", str(directory))
-        remove(directory)
+        remove(directory, tag)
 
     run = Run(run.store, keep_last=1)
     with monkeypatch.context() as patch:
