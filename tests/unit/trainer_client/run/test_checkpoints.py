@@ -275,3 +275,11 @@ def test_a_directory_that_cannot_be_removed_holds_up_no_other(
     run.save(tmp_path, "step5", 5)
     assert not second.exists()
     assert len(run.store.notes) == 1
+
+
+def test_the_retention_works_where_the_store_cannot_note_the_directory(tmp_path: Path) -> None:
+    run = Run(keep_last=1)
+    for step in (1, 2, 3):
+        run.save(tmp_path / "not\u00a0printable", f"step{step}", step)
+    assert list(run.store.notes.values()) == [""]
+    assert run.can_load(tmp_path / "not\u00a0printable" / "step3")
