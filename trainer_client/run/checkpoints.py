@@ -349,7 +349,8 @@ class Checkpoints:
                     continue
                 is_gone = present is not None and present.device == _device_of(directory)
             if is_gone:
-                log.warning(
+                # The Trainer of transformers deletes the oldest one at each save, so this is no warning.
+                log.info(
                     "the checkpoint %s was deleted, and is not under another name near there: its step is forgotten",
                     directory,
                 )

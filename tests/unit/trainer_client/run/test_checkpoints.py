@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,9 +201,10 @@ def test_a_copy_takes_the_place_of_a_deleted_checkpoint(tmp_path: Path) -> None:
     assert run.can_load(tmp_path / "copy")
 
 
-def test_the_step_of_a_deleted_checkpoint_is_forgotten_with_a_warning(
+def test_the_step_of_a_deleted_checkpoint_is_forgotten_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     run = Run()
     saved = run.save(tmp_path, "step1")
     shutil.rmtree(saved)
