@@ -624,8 +624,8 @@ class UnitHooks:
         """
         self._lanes.poll()
         if unit.tile is None:
-            # Whether a unit is over must not depend on which parameters this rank has used, because all ranks reduce and
-            # gather in one order.
+            # Whether a unit is over must not depend on which parameters this rank has used, because all ranks reduce
+            # and gather in one order.
             for gradient in self._gradients.of_unit(unit):
                 gradient.expect_only(is_computed)
         complete = self._gradients.unit_is_complete(unit)
