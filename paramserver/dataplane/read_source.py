@@ -121,11 +121,6 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
             dtype=lease.dtype,
         )
     if (parkable := lease.parkable) is not None:
-        if lease.filled_bytes < lease.nbytes:
-            raise ConflictError(
-                f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read before all of its "
-                f"{lease.nbytes} bytes were written over streams; {lease.filled_bytes} were"
-            )
         return _LeaseSource(
             engine=engine,
             lease=lease,

@@ -225,8 +225,6 @@ class _Inbox:
                 f"{self._lease.group!r}) were damaged on their way to the store; send them again"
             )
         self._engine.host.view(self._lease.arena_range)[expected : expected + nbytes] = chunk.data
-        if expected <= self._lease.filled_bytes:
-            self._lease.filled_bytes = max(self._lease.filled_bytes, expected + nbytes)
         self.received_bytes += nbytes
         self.credit_bytes -= nbytes
         self._arrived.set()

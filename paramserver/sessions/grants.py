@@ -2,7 +2,8 @@
 
 This module owns the numbers of leases; a lease itself belongs to its session. Wants and updates come here as the wire's
 messages, because the state of the session and its job decides which of their fields are used. This module must never
-grant a lease to a session that has ended, because nothing would end that lease.
+grant a lease to a session that has ended, because nothing would end that lease. It must never grant a range with bytes
+of another job to a client that may write to it, and so can publish it, but does not map the arena.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Grants:
                 case pb.LEASE_MODE_READ, False:
                     position = convert.position(want.position, "wants.position")
                     pin = await self._engine.fetch(job, group, kind, position, as_of)
-                    lease = self._grant_pin(session, LeaseMode.READ, pin)
+                    lease = await self._grant_pin(session, LeaseMode.READ, pin)
                     lease.keep = self.device_copies.place(session, want, pin)
                     return lease
                 case pb.LEASE_MODE_WRITE, True:
@@ -79,7 +80,8 @@ class Grants:
                 case pb.LEASE_MODE_WRITE, False:
                     step = convert.step(want.step, "wants.step")
                     if job.newest is None and step == job.first_step:
-                        return self._grant_pin(session, LeaseMode.STAGE, await self._engine.stage(job, group, kind))
+                        staged = await self._engine.stage(job, group, kind)
+                        return await self._grant_pin(session, LeaseMode.STAGE, staged)
                     return await self._lease_put(session, job, step, group, kind)
                 case _:
                     raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
@@ -122,7 +124,7 @@ class Grants:
             self._shared_ranges.release(shared)
             raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
         assert shared.arena_range is not None
-        lease = self._grant(
+        lease = await self._grant(
             session, name, LeaseMode.RANGE, nbytes, shared.arena_range, None, step=reader.step, shared=shared
         )
         lease.reader, lease.dtype = reader, dtype
@@ -133,17 +135,14 @@ class Grants:
         if slab in session.exclusive:
             raise ConflictError(f"{slab.key} is being written by another lease of this session")
         range_ = await self._engine.allocate_put(job, step, group, kind)
-        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
+        return await self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
 
     async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
         if (held := session.exclusive.get(group)) is not None:
             return await self._recall(session, held)
         gradient = await self._engine.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
-        if group in session.exclusive:
-            self._engine.gradients.free(gradient)
-            raise ConflictError(f"the gradient of group {group!r} was leased by another call of this session meanwhile")
-        lease = self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
+        lease = await self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
         lease.asks_to_park = session.parks_gradients or self._host_quota.must_park(session.owner, job)
         return lease
 
@@ -175,7 +174,9 @@ class Grants:
         self._check_room(session, job, nbytes)
         async with self._host_quota.room_for(session.owner, job, round_up(nbytes)):
             activation = await self._engine.allocate_activation(job, session.session_id, nbytes)
-        return self._grant(session, activation.label, LeaseMode.ACTIVATION, nbytes, None, None, activation=activation)
+        return await self._grant(
+            session, activation.label, LeaseMode.ACTIVATION, nbytes, None, None, activation=activation
+        )
 
     def _check_room(self, session: Session, job: Job, nbytes: int, *, is_held: bool = False) -> None:
         """Check that a rank may have so many more bytes of activations without parking them.
@@ -223,10 +224,10 @@ class Grants:
         self._note_process(session, lease)
         return lease
 
-    def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
-        return self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.arena_range, pin)
+    async def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
+        return await self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.arena_range, pin)
 
-    def _grant(
+    async def _grant(
         self,
         session: Session,
         group: str,
@@ -241,6 +242,12 @@ class Grants:
         step: int = 0,
         shared: SharedRange | None = None,
     ) -> Lease:
+        """Give a session a lease on a range, which is freed if this raises.
+
+        Raises:
+            NotFoundError: the session ended meanwhile.
+            ConflictError: another call of the session leased the same gradient meanwhile.
+        """
         lease = Lease(
             next(self._lease_ids),
             group,
@@ -254,12 +261,26 @@ class Grants:
             step=step,
             shared=shared,
         )
-        if session.state is SessionState.ENDED:
+        try:
+            if mode.is_for_writing and not self._maps_arena(session):
+                await self._engine.host.clear(lease.arena_range)
+            if session.state is SessionState.ENDED:
+                raise NotFoundError("the session ended while it waited for a lease; open a new one")
+            if gradient is not None and group in session.exclusive:
+                raise ConflictError(f"{lease.what} was leased by another call of this session meanwhile")
+        except BaseException:
             self.release_range(lease, NEVER)
-            raise NotFoundError("the session ended while it waited for a lease; open a new one")
+            raise
         session.add_lease(lease)
         self._note_process(session, lease)
         return lease
+
+    def _maps_arena(self, session: Session) -> bool:
+        """Return whether the client's process maps the arena, or has done so."""
+        if not session.maps_arena and session.slot is not None:
+            # A client locks its slot before it maps the arena.
+            session.maps_arena = self._engine.arena.slots.is_held(session.slot)
+        return session.maps_arena
 
     def _note_process(self, session: Session, lease: Lease) -> None:
         """Find out which process may write to the lease's range, if it is not known yet."""

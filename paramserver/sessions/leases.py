@@ -60,8 +60,6 @@ class Lease:
         recalls: GRADIENT and ACTIVATION leases: how often the client has recalled it.
         recall_failed: GRADIENT and ACTIVATION leases: whether the last recall has failed, so that the client may repeat
             it.
-        filled_bytes: how many bytes, from the beginning, the client has written over streams. What is behind them may
-            be bytes of another job, because a range is not cleared when it is leased.
         asks_to_park: GRADIENT leases: whether the client is asked to park the gradient.
         pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the range holds bytes that do not belong
             to a slab, or not yet.
@@ -86,7 +84,6 @@ class Lease:
     asks_to_park: bool = False
     recalls: int = 0
     recall_failed: bool = False
-    filled_bytes: int = 0
     slab: Slab | None = None
     step: int = 0
     shared: SharedRange | None = None

@@ -81,6 +81,8 @@ class Session:
     # The directory of the memory that the session offers of its device; None if it offers none.
     device: DeviceMemory | None = None
     device_leases: dict[int, DeviceLease] = field(default_factory=dict)
+    # Whether the client's process was seen to map the arena. It can read and write all of it then.
+    maps_arena: bool = False
     # Whether the client parks gradients although all of a step have room, so that activations have room, too.
     parks_gradients: bool = False
 

@@ -271,3 +271,14 @@ async def test_a_next_use_named_on_return_is_kept(host: HostTier, order: Evictio
         host_cache.unpin(slab, slab.copy, position)
     await host.allocate(1)
     assert first.copy is not None and second.copy is None
+
+
+async def test_a_range_is_cleared_to_its_last_byte_and_no_further(order: EvictionOrder) -> None:
+    tier = HostTier(3 << 20, order)
+    ranges = [await tier.allocate(nbytes) for nbytes in (PAGE_BYTES, (1 << 20) + 1, PAGE_BYTES)]
+    for each in ranges:
+        tier.view(each)[:] = b"x" * each.nbytes
+    await tier.clear(ranges[1])
+    assert [bytes(tier.view(each)).strip(b"x") == b"" for each in ranges] == [True, False, True]
+    assert not any(tier.view(ranges[1]))
+    tier.arena.close()
