@@ -111,7 +111,7 @@ class StoreAdmin(Operations):
         if attached := self._sessions.attached(request.job):
             raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
         await self._engine.delete_job(request.job)
-        self._sessions.replicas.forget(request.job)
+        self._sessions.forget_job(request.job)
         self._events.add(EventKind.JOB, request.job, "the job was deleted")
         return admin_pb.DeleteJobResponse()
 

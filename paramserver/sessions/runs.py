@@ -107,7 +107,9 @@ class Run(Generic[MemberT]):
 
 
 class Runs(Generic[MemberT]):
-    """The newest run of each job.
+    """The newest run of each job that is in the store or has ranks.
+
+    A run whose ranks have gone is kept with its job, so that a late rank of it learns that the run is broken.
 
     Attributes:
         replicas: how far the replicas of jobs in other daemons are.
@@ -331,27 +333,45 @@ class Runs(Generic[MemberT]):
             run.vote = None
 
     async def clean_up(self, run: Run[MemberT]) -> None:
-        """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone."""
+        """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone.
+
+        The run is forgotten if its job could not be opened, or is not in the store any more.
+        """
+        if run.ranks:
+            return
         if run.layout is not None:
             await asyncio.wait([run.layout])
-        if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:
-            return
-        job = run.job.result()
+        await asyncio.wait([run.job])
         if run.committing is not None:
             await asyncio.wait([run.committing])
-        if self._runs.get(run.spec.name) is run:
-            is_copy = self.is_copy(run)
-            if is_copy and not run.was_closed and self._can_go_on(job):
-                job.spec = job.spec.without_ranks()
-                self._copies.leave(run.spec.name)
-                left = f"an unfinished copy stays for {UNFINISHED_SECONDS} s, so that another attempt can go on with it"
-                self._events.add(EventKind.JOB, run.spec.name, left)
+        name = run.spec.name
+        if self._runs.get(name) is not run:
+            return
+        if not run.job.cancelled() and run.job.exception() is None:
+            await self._end(run, run.job.result())
+            if name in self._engine.jobs or self._runs.get(name) is not run:
                 return
-            if is_copy:
-                self._copies.end(run.spec.name)
-            await self._engine.end_run(job, forgets=is_copy)
-            left = "before its first commit" if job.newest is None else f"at step {job.newest}"
-            self._events.add(EventKind.JOB, run.spec.name, f"the last rank left the job, {left}")
+        del self._runs[name]
+
+    async def _end(self, run: Run[MemberT], job: Job) -> None:
+        is_copy = self.is_copy(run)
+        if is_copy and not run.was_closed and self._can_go_on(job):
+            job.spec = job.spec.without_ranks()
+            self._copies.leave(run.spec.name)
+            left = f"an unfinished copy stays for {UNFINISHED_SECONDS} s, so that another attempt can go on with it"
+            self._events.add(EventKind.JOB, run.spec.name, left)
+            return
+        if is_copy:
+            self._copies.end(run.spec.name)
+        await self._engine.end_run(job, forgets=is_copy)
+        left = "before its first commit" if job.newest is None else f"at step {job.newest}"
+        self._events.add(EventKind.JOB, run.spec.name, f"the last rank left the job, {left}")
+
+    def forget_job(self, job: str) -> None:
+        """Forget the last run of a job that was deleted, unless a new run has begun, and the job's replicas."""
+        if not self.ranks_of(job):
+            self._runs.pop(job, None)
+            self.replicas.forget(job)
 
     def _can_go_on(self, job: Job) -> bool:
         """Return whether another run could go on with a job's unfinished step.
@@ -370,4 +390,6 @@ class Runs(Generic[MemberT]):
         if job is None or self.ranks_of(name):
             return
         await self._engine.end_run(job, forgets=True)
+        if name not in self._engine.jobs:
+            self.forget_job(name)
         self._events.add(EventKind.JOB, name, "the unfinished copy was discarded, because no attempt went on with it")

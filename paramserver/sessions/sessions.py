@@ -311,6 +311,7 @@ class Sessions:
             if session.state is not SessionState.ENDED:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
+                self._in_background(self._runs.clean_up(run))
             raise
 
     async def until_no_vote(self, timeout_seconds: float) -> bool:
@@ -320,6 +321,10 @@ class Sessions:
     def closed(self, job: str) -> AbstractContextManager[None]:
         """Keep ranks from opening a job as long as the context lasts; see Runs.closed."""
         return self._runs.closed(job)
+
+    def forget_job(self, job: str) -> None:
+        """Forget a job that was deleted; see Runs.forget_job."""
+        self._runs.forget_job(job)
 
     async def begin_copy(self, job: str, run_id: str, origin: str) -> bool:
         """Announce a run that copies a step into a job; see Runs.begin_copy.
