@@ -460,8 +460,8 @@ class Engine:
 
         Raises:
             InvalidRequestError: a group is malformed.
-            ConflictError: the job has a group of that name with other shards or types, or cannot change a placement
-                now.
+            ConflictError: the job has a group of that name with other shards or types, cannot change a placement now,
+                or is not in the store any more.
             BudgetExceededError: a budget or one of the limits is too small; then no group of the call is registered.
         """
         moved = await self._job_registry.register(job, specs, limits)

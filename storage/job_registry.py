@@ -236,6 +236,8 @@ class JobRegistry:
         # Hold the lock, because a registration takes many slices and waits for room, and another registration may name
         # the same groups.
         async with self._registering_until(job, until):
+            if not self._jobs.has(job):
+                raise ConflictError(f"job {job.spec.name!r} is not laid out as it was any more; open it again")
             known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
             await asyncio.to_thread(_check_groups, known, specs, self._backing)
             new: list[Group] = []

@@ -127,7 +127,7 @@ class ParameterStore:
         session.require_run().check_layout(job)
         limits = limits_of(self._quotas, session.owner, job.spec.name)
         specs = await asyncio.to_thread(convert.group_specs, job.spec, request.groups)
-        await self._engine.register(job, specs, limits)
+        await self._sessions.register(session, job, specs, limits)
         return pb.RegisterShardsResponse()
 
     @needs(Right.SESSION)

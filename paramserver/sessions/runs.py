@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -19,9 +19,10 @@ from paramserver.contract.printable import printable
 from paramserver.events import EventKind, EventLog
 from paramserver.sessions.copies import UNFINISHED_SECONDS, Copies
 from paramserver.sessions.replicas import Replicas
+from storage.admission import Limit
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
-from storage.shard import JobSpec
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
+from storage.shard import GroupSpec, JobSpec
 from storage.versions import Job, check_layout
 from storage.waiting import unlogged
 
@@ -65,6 +66,7 @@ class Run(Generic[MemberT]):
         ranks: the members that are attached now, by rank.
         vote: the vote under way.
         committing: the commit under way.
+        registering: the registrations of groups under way, which end with the run.
         layout: the change to another layout of the job, once a rank has begun it.
         first_step: the number of the first commit in that layout.
         broken_by: the rank that has gone; None: no rank has gone.
@@ -77,6 +79,7 @@ class Run(Generic[MemberT]):
     ranks: dict[int, MemberT] = field(default_factory=dict)
     vote: Vote | None = None
     committing: asyncio.Task[None] | None = None
+    registering: set[asyncio.Task[None]] = field(default_factory=set)
     layout: asyncio.Task[None] | None = None
     first_step: int = 0
     broken_by: str | None = None
@@ -261,6 +264,25 @@ class Runs(Generic[MemberT]):
         run.job = asyncio.get_running_loop().create_future()
         run.job.set_result(laid_out)
 
+    async def register(self, run: Run[MemberT], job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> None:
+        """Register groups of the run's job; see Engine.register. The run has a rank when this is called.
+
+        Raises:
+            NotFoundError: the last rank of the run has gone meanwhile.
+            StorageError: see Engine.register.
+        """
+        registering = unlogged(asyncio.ensure_future(self._engine.register(job, specs, limits)))
+        run.registering.add(registering)
+        registering.add_done_callback(run.registering.discard)
+        try:
+            await asyncio.wait([registering])
+        except asyncio.CancelledError:
+            registering.cancel()
+            raise
+        if registering.cancelled():
+            raise NotFoundError("the session ended while its groups were registered; open a new one")
+        registering.result()
+
     async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
         """Vote for a step as one rank. Once all have voted and it is committed, return whether it is durable.
 
@@ -342,6 +364,11 @@ class Runs(Generic[MemberT]):
         if run.layout is not None:
             await asyncio.wait([run.layout])
         await asyncio.wait([run.job])
+        # A registration that went on would take host memory for a job that no rank uses.
+        for registering in run.registering:
+            registering.cancel()
+        if run.registering:
+            await asyncio.wait(set(run.registering))
         if run.committing is not None:
             await asyncio.wait([run.committing])
         name = run.spec.name

@@ -36,10 +36,11 @@ from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
 from paramserver.sessions.session import Session, SessionState, SessionStream
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import ConflictError, NotFoundError
 from storage.reader import StepReader
-from storage.shard import JobSpec
+from storage.shard import GroupSpec, JobSpec
 from storage.slab import NEVER
 from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
@@ -367,6 +368,17 @@ class Sessions:
         """Wait until the leases of ended sessions are released, because the next run leases the same slabs."""
         if self._cleaning_up:
             await asyncio.wait(list(self._cleaning_up))
+
+    async def register(self, session: Session, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> None:
+        """Register groups of the session's job; see Runs.register.
+
+        Raises:
+            NotFoundError: the session has ended.
+            StorageError: see Engine.register.
+        """
+        # The end of a session ends only the registrations that have begun.
+        self.get(session.session_id)
+        await self._runs.register(session.require_run(), job, specs, limits)
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
         """Give the session's job another layout; see Runs.begin_layout."""

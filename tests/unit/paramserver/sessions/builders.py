@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paramserver.events import EventLog
 from paramserver.security.principals import Principal, Role
 from paramserver.security.quotas import Quotas, QuotasSection
+from paramserver.services.parameter_store import ParameterStore
 from paramserver.sessions.grants import Grants
 from paramserver.sessions.leases import DeviceLease, Lease
 from paramserver.sessions.seats import SeatLimits, Visitor
@@ -50,6 +51,24 @@ async def serving(
         sessions = Sessions(engine, limits, Quotas(quotas or QuotasSection()), EventLog(), on_end=lambda _: None)
         yield engine, sessions
         await sessions.close()
+
+
+class _Access:
+    """The check of a caller who has all rights."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def session(self, session_id: str, _: Any) -> Session:
+        return self._sessions.get(session_id)
+
+
+def service(engine: Engine, sessions: Sessions, quotas: QuotasSection | None = None) -> ParameterStore:
+    """Return the service, for calls that need nothing but the engine and the sessions."""
+    missing = cast(Any, None)
+    access = cast(Any, _Access(sessions))
+    limits = Quotas(quotas or QuotasSection())
+    return ParameterStore(engine, sessions, missing, missing, missing, access, limits, missing)
 
 
 def connect(sessions: Sessions) -> Session:

@@ -1,4 +1,4 @@
-"""The table of runs: which runs it keeps, and for how long."""
+"""The runs of jobs: which runs the table keeps, and what becomes of the work of ranks that go."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 
 from paramserver.sessions.sessions import Sessions
-from storage.errors import NotFoundError, StepAbortedError
-from tests.unit.paramserver.sessions.builders import begin, connect, join, serving, stage_all, until_cleaned_up
-from tests.unit.storage.builders import Layout
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.errors import ConflictError, NotFoundError, StepAbortedError
+from storage.shard import TierName
+from tests.integration.support.store_client import group_to_wire
+from tests.unit.paramserver.sessions.builders import (
+    begin,
+    connect,
+    join,
+    service,
+    serving,
+    stage_all,
+    until_cleaned_up,
+)
+from tests.unit.storage.builders import Layout, room_taken
 
 LAYOUT = Layout(with_skips=False)
 
@@ -82,3 +93,52 @@ async def test_a_new_run_of_a_deleted_job_is_not_forgotten_with_it(tmp_path: Pat
         await begin(engine, sessions, LAYOUT)
         sessions.forget_job(LAYOUT.name)
         assert known_runs(sessions) == [LAYOUT.name]
+
+
+def registration(layout: Layout) -> pb.RegisterShardsRequest:
+    return pb.RegisterShardsRequest(groups=[group_to_wire(layout.group(name)) for name in layout.groups])
+
+
+async def test_registrations_of_a_run_that_has_ended_take_no_memory(tmp_path: Path) -> None:
+    """The first rank's registration waits for room, and the second one's for the first."""
+    layout = Layout(with_skips=False, weights=TierName.HOST, moments=TierName.HOST)
+    async with serving(tmp_path) as (engine, sessions):
+        store, spec = service(engine, sessions), replace(layout.job(), world_size=2, local_ranks=2)
+        ranks = [connect(sessions), connect(sessions)]
+        job, _ = [await join(sessions, session, spec, rank=rank) for rank, session in enumerate(ranks)]
+        before = engine.host.used_bytes
+        with room_taken(engine):
+            calls = [asyncio.ensure_future(store.RegisterShards(registration(layout), session)) for session in ranks]
+            while not engine.host.queue_depth:
+                await asyncio.sleep(0)
+            for session in ranks:
+                sessions.end(session, "no heartbeat")
+            await until_cleaned_up(sessions)
+            assert not job.groups
+        for call in calls:
+            with pytest.raises(NotFoundError, match="the session ended while its groups were registered"):
+                await call
+        assert not job.groups and engine.host.used_bytes == before
+
+
+async def test_a_registration_does_not_begin_for_a_session_that_has_ended(tmp_path: Path) -> None:
+    """The session ends while the service's thread converts the groups."""
+    async with serving(tmp_path) as (engine, sessions):
+        session = connect(sessions)
+        job = await join(sessions, session, LAYOUT.job())
+        call = asyncio.ensure_future(service(engine, sessions).RegisterShards(registration(LAYOUT), session))
+        await asyncio.sleep(0)
+        sessions.end(session, "no heartbeat")
+        with pytest.raises(NotFoundError, match="the session is unknown or has ended"):
+            await call
+        assert not job.groups
+
+
+async def test_a_registration_is_refused_whose_job_is_not_in_the_store(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        session = connect(sessions)
+        job = await join(sessions, session, LAYOUT.job())
+        await engine.delete_job(LAYOUT.name)
+        with pytest.raises(ConflictError, match="job 'job' is not laid out as it was any more"):
+            await service(engine, sessions).RegisterShards(registration(LAYOUT), session)
+        assert not job.groups
