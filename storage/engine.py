@@ -882,6 +882,11 @@ class Engine:
                 log.exception("the former layout of job %s is not freed yet", job.spec.name)
         return durable
 
+    def check_roll_back(self, job: Job, step: int) -> None:
+        """Raise what `roll_back` would raise at once, if it would not accept this step."""
+        self._job_registry.check_not_deleting(job.spec.name)
+        self._committer.check_retained(job, step)
+
     async def roll_back(self, job: Job, step: int, *, is_ordered: bool = False) -> None:
         """Make a committed step the newest one again, and abandon the pending step.
 
@@ -897,8 +902,7 @@ class Engine:
             DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
             DeviceStuckError: a device does not answer; the roll-back is done as soon as it does.
         """
-        self._job_registry.check_not_deleting(job.spec.name)
-        self._committer.check_retained(job, step)
+        self.check_roll_back(job, step)
         await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step, is_ordered=is_ordered))
 
     async def abandon_pending(self, job: Job) -> None:

@@ -254,7 +254,7 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
         # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
-        await finished(self._engine.roll_back(await session.job(), convert.step(request.step, "step")))
+        await finished(self._sessions.roll_back(session, convert.step(request.step, "step")))
         return pb.RollBackResponse()
 
     @needs(Right.SESSION)

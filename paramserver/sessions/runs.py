@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -260,9 +260,47 @@ class Runs(Generic[MemberT]):
         await asyncio.shield(run.layout)
 
     async def _lay_out(self, run: Run[MemberT], job: Job, first_step: int) -> None:
-        laid_out = await self._engine.lay_out(job, run.spec, first_step)
-        run.job = asyncio.get_running_loop().create_future()
-        run.job.set_result(laid_out)
+        discarded = StepAbortedError(
+            f"the step under way was discarded, because a rank of this run began another layout of job "
+            f"{job.spec.name!r}; begin the layout on each rank before a step is prepared"
+        )
+        async with self._discarding_step(run, discarded):
+            laid_out = await self._engine.lay_out(job, run.spec, first_step)
+            run.job = asyncio.get_running_loop().create_future()
+            run.job.set_result(laid_out)
+
+    async def roll_back(self, run: Run[MemberT], step: int) -> None:
+        """Make a committed step of the run's job the newest one again; see Engine.roll_back.
+
+        A vote of other ranks ends with StepAbortedError, because the step that they vote for is discarded.
+
+        Raises:
+            StorageError: see Engine.roll_back.
+        """
+        job = await asyncio.shield(run.job)
+        self._engine.check_roll_back(job, step)
+        discarded = StepAbortedError(
+            f"the step under way was discarded, because a rank of this run rolled job {job.spec.name!r} back to step "
+            f"{step}; go on from that step"
+        )
+        async with self._discarding_step(run, discarded):
+            await self._engine.roll_back(job, step)
+
+    @asynccontextmanager
+    async def _discarding_step(self, run: Run[MemberT], discarded: StepAbortedError) -> AsyncIterator[None]:
+        """Let no vote for the step under way outlast the block, which discards the step.
+
+        A commit for which all ranks have voted is finished first. If a vote outlasted the block, further votes for the
+        step as it is prepared anew would complete it, without the work of the rank that voted before.
+        """
+        if run.committing is not None:
+            await asyncio.wait([run.committing])
+        _end_vote(run, discarded)
+        try:
+            yield
+        finally:
+            # Ranks may have voted while the step was being discarded.
+            _end_vote(run, discarded)
 
     async def register(self, run: Run[MemberT], job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> None:
         """Register groups of the run's job; see Engine.register. The run has a rank when this is called.
@@ -345,14 +383,11 @@ class Runs(Generic[MemberT]):
         member = run.ranks.pop(rank)
         run.was_closed |= is_closed
         run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
-        # The commit of a step for which all ranks have voted goes on. A vote that lacks a rank fails now, because no
-        # further rank can complete it.
-        if run.vote is not None and run.committing is None:
-            try:
-                run.check_whole()
-            except StepAbortedError as error:
-                run.vote.done.set_exception(error)
-            run.vote = None
+        # A vote that lacks a rank fails now, because no further rank can complete it.
+        try:
+            run.check_whole()
+        except StepAbortedError as error:
+            _end_vote(run, error)
 
     async def clean_up(self, run: Run[MemberT]) -> None:
         """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone.
@@ -420,3 +455,10 @@ class Runs(Generic[MemberT]):
         if name not in self._engine.jobs:
             self.forget_job(name)
         self._events.add(EventKind.JOB, name, "the unfinished copy was discarded, because no attempt went on with it")
+
+
+def _end_vote(run: Run[MemberT], error: StepAbortedError) -> None:
+    """End the vote under way with an error. The commit of a step for which all ranks have voted goes on."""
+    if run.vote is not None and run.committing is None:
+        run.vote.done.set_exception(error)
+        run.vote = None

@@ -384,6 +384,10 @@ class Sessions:
         """Give the session's job another layout; see Runs.begin_layout."""
         await self._runs.begin_layout(session.require_run(), first_step)
 
+    async def roll_back(self, session: Session, step: int) -> None:
+        """Make a committed step of the session's job the newest one again; see Runs.roll_back."""
+        await self._runs.roll_back(session.require_run(), step)
+
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
         """Vote for a step as the session's rank, and return whether the committed step is durable; see Runs.vote.
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
 from storage.errors import ConflictError, NotFoundError, StepAbortedError
-from storage.shard import TierName
+from storage.shard import Kind, TierName
+from storage.slab import NEVER
 from tests.integration.support.store_client import group_to_wire
 from tests.unit.paramserver.sessions.builders import (
+    acquire,
     begin,
     connect,
     join,
@@ -142,3 +146,99 @@ async def test_a_registration_is_refused_whose_job_is_not_in_the_store(tmp_path:
         with pytest.raises(ConflictError, match="job 'job' is not laid out as it was any more"):
             await service(engine, sessions).RegisterShards(registration(LAYOUT), session)
         assert not job.groups
+
+
+async def two_ranks(engine: Engine, sessions: Sessions) -> list[Session]:
+    """Open the sessions of a run of two ranks, with step 0 committed."""
+    spec = replace(LAYOUT.job(), world_size=2, local_ranks=2)
+    ranks = [connect(sessions), connect(sessions)]
+    for rank, session in enumerate(ranks):
+        job = await join(sessions, session, spec, rank=rank)
+    await engine.register(job, [LAYOUT.group(name) for name in LAYOUT.groups])
+    for group in LAYOUT.groups:
+        await engine.publish(await engine.stage(job, group, Kind.PARAM))
+    await asyncio.gather(*(sessions.vote(session, 0, b"", 0) for session in ranks))
+    return ranks
+
+
+async def put(engine: Engine, sessions: Sessions, session: Session, group: str, step: int) -> None:
+    """Put other bytes into the weights of a group."""
+    lease = await acquire(sessions.grants, session, group, Kind.PARAM, pb.LEASE_MODE_WRITE, step)
+    engine.host.view(lease.arena_range)[:] = b"x" * lease.arena_range.nbytes
+    await sessions.grants.release(session, lease, publish=True, next_use=NEVER)
+
+
+async def voted(sessions: Sessions, session: Session, step: int) -> asyncio.Task[bool]:
+    """Vote for a step, and return the vote once it stands."""
+    vote = asyncio.ensure_future(sessions.vote(session, step, b"", 0))
+    while session.require_run().vote is None:
+        await asyncio.sleep(0)
+    return vote
+
+
+async def ended(vote: asyncio.Task[bool]) -> bool:
+    """Wait until a vote ends, which may be never, and return its result."""
+    async with asyncio.timeout(30):
+        return await vote
+
+
+async def test_a_roll_back_ends_the_vote_of_another_rank_whose_work_it_discards(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        store, (first, second) = service(engine, sessions), await two_ranks(engine, sessions)
+        await put(engine, sessions, first, "block.0", 1)
+        vote = await voted(sessions, first, 1)
+        await store.RollBack(pb.RollBackRequest(step=0), second)
+        with pytest.raises(StepAbortedError, match="rolled job 'job' back to step 0; go on from that step"):
+            await ended(vote)
+        # Now both ranks do their work again.
+        await put(engine, sessions, first, "block.0", 1)
+        await put(engine, sessions, second, "block.1", 1)
+        await asyncio.gather(*(sessions.vote(session, 1, b"", 0) for session in (first, second)))
+        versions = [engine.job("job").slab(group, Kind.PARAM).latest for group in LAYOUT.groups]
+        assert versions == [1, 1]
+
+
+async def test_a_vote_that_comes_during_a_roll_back_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        store, (first, second) = service(engine, sessions), await two_ranks(engine, sessions)
+        rolling, go_on, roll_back = asyncio.Event(), asyncio.Event(), engine.roll_back
+
+        async def slow(*arguments: Any) -> None:
+            rolling.set()
+            await go_on.wait()
+            await roll_back(*arguments)
+
+        monkeypatch.setattr(engine, "roll_back", slow)
+        call = asyncio.ensure_future(store.RollBack(pb.RollBackRequest(step=0), second))
+        await rolling.wait()
+        vote = await voted(sessions, first, 1)
+        go_on.set()
+        await call
+        with pytest.raises(StepAbortedError, match="rolled job 'job' back"):
+            await ended(vote)
+
+
+async def test_a_roll_back_that_is_refused_leaves_the_vote(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        store, (first, second) = service(engine, sessions), await two_ranks(engine, sessions)
+        vote = await voted(sessions, first, 1)
+        with pytest.raises(NotFoundError, match="7"):
+            await store.RollBack(pb.RollBackRequest(step=7), second)
+        assert await sessions.vote(second, 1, b"", 0) and await ended(vote)
+
+
+async def test_another_layout_ends_the_vote_of_another_rank(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        for session in await two_ranks(engine, sessions):
+            sessions.end(session, "closed", is_closed=True)
+        await until_cleaned_up(sessions)
+        spec = replace(LAYOUT.job(), world_size=2, local_ranks=2, layout="other")
+        first, second = connect(sessions), connect(sessions)
+        for rank, session in enumerate((first, second)):
+            await join(sessions, session, spec, "run 2", rank)
+        vote = await voted(sessions, first, 1)
+        await sessions.begin_layout(second, 5)
+        with pytest.raises(StepAbortedError, match="began another layout of job 'job'"):
+            await ended(vote)
