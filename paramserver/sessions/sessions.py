@@ -292,17 +292,17 @@ class Sessions:
         """Make the session a rank of a run, and return the run's job, which the run's first rank opens.
 
         Raises:
-            ConflictError: another run holds the job, or the rank is taken.
+            ConflictError: another run holds the job, the rank is taken, or the session has opened a job already.
             NotFoundError: the session has ended.
+            StorageError: see Runs.enter.
         """
         if self._end_lost_copies(spec.name, run_id, "its client was lost, and a run opens its job"):
             await self._until_cleaned_up()
-            # The session may have ended meanwhile.
-            self.get(session.session_id)
+        await self._until_lost_run_ends(spec.name, run_id)
+        # Meanwhile the session may have ended, or opened a job with another call.
+        self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
-        await self._until_lost_run_ends(spec.name, run_id)
-        self.get(session.session_id)
         run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
         session.run, session.rank = run, rank
         try:

@@ -242,3 +242,20 @@ async def test_another_layout_ends_the_vote_of_another_rank(tmp_path: Path) -> N
         await sessions.begin_layout(second, 5)
         with pytest.raises(StepAbortedError, match="began another layout of job 'job'"):
             await ended(vote)
+
+
+async def test_of_two_calls_that_open_jobs_for_one_session_one_is_refused(tmp_path: Path) -> None:
+    """The first call waits for a lost run, and the second one overtakes it."""
+    async with serving(tmp_path) as (_, sessions):
+        lost, session = connect(sessions), connect(sessions)
+        await join(sessions, lost, LAYOUT.job(), "lost run")
+        sessions.detach(lost, lost.stream)
+        first = asyncio.ensure_future(join(sessions, session, LAYOUT.job(), "run"))
+        await asyncio.sleep(0)
+        await join(sessions, session, replace(LAYOUT.job(), name="another"), "run")
+        sessions.end(lost, "its stream broke")
+        with pytest.raises(ConflictError, match="this session has opened a job already"):
+            await first
+        assert (sessions.attached("job"), sessions.attached("another")) == (0, 1)
+        sessions.end(session, "closed", is_closed=True)
+        assert sessions.attached("another") == 0
