@@ -157,12 +157,20 @@ class ChunkBudget:
             raise
 
     def try_reserve(self, transfer: Transfer, nbytes: int) -> bool:
-        """Reserve `nbytes` and return True if there is room for which no transfer waits; otherwise return False."""
+        """Reserve `nbytes` and return True if there is room and no transfer of at least the same urgency waits for it.
+
+        Otherwise return False.
+        """
         half = self._half(transfer)
-        if half.next_queue is not None or half.used_bytes + nbytes > half.limit_bytes:
+        if any(half.queues[: transfer.urgency + 1]) or half.used_bytes + nbytes > half.limit_bytes:
             return False
         self._take(half, transfer, nbytes)
         return True
+
+    def can_fit(self, transfer: Transfer, nbytes: int) -> bool:
+        """Return whether there is room for `nbytes` once all transfers that have not ended give up theirs."""
+        half = self._half(transfer)
+        return nbytes <= half.limit_bytes - half.pinned_bytes
 
     def chunk_bytes(self, transfer: Transfer) -> int:
         """Return the size of the largest chunk for which the transfer may reserve room now."""

@@ -175,6 +175,11 @@ class Lending:
         if not 0 < span.size_bytes <= MAX_CHUNK_BYTES:
             raise InvalidRequestError(f"a read of {span.size_bytes} bytes: allowed are 1 to {MAX_CHUNK_BYTES}")
         nbytes = span.size_bytes * _COPIES_SENT
+        if not self._chunk_budget.can_fit(transfer, nbytes):
+            # The read would wait until the calls of clients that do not read are over, and other transfers behind it.
+            # The borrower has the bytes elsewhere, too.
+            await write_message(context, _GONE)
+            return
         await self._chunk_budget.reserve(transfer, nbytes)
         data = loan.read(span.first_byte, span.size_bytes)
         await write_message(context, _GONE if data is None else chunks.encode(span.first_byte, data))

@@ -146,3 +146,34 @@ async def test_waiters_that_give_up_leave_nothing_behind() -> None:
         granted.cancel()
         await asyncio.wait([granted])
     assert room.used_bytes == 0
+
+
+async def test_one_that_waits_for_much_room_does_not_hold_up_a_more_urgent_one() -> None:
+    room = chunk_budget()
+    with ExitStack() as stack:
+        stalled = stack.enter_context(room.open("slow", "job", Urgency.DEMAND))
+        await room.reserve(stalled, 2 * MIB)
+        # gRPC keeps these bytes, so no transfer that is ended makes room.
+        stack.enter_context(room.pinned(stalled, 2 * MIB))
+        large = stack.enter_context(room.open("loan", "", Urgency.PREFETCH))
+        waiting = asyncio.ensure_future(room.reserve(large, HALF))
+        await asyncio.sleep(0)
+        urgent = stack.enter_context(room.open("urgent", "job", Urgency.DEMAND))
+        later = stack.enter_context(room.open("later", "job", Urgency.PREFETCH))
+        assert room.try_reserve(urgent, MIB) and not room.try_reserve(later, MIB)
+        async with asyncio.timeout(30):
+            await room.reserve(urgent, MIB)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert room.used_bytes == 0
+
+
+async def test_bytes_that_cannot_be_taken_back_count_when_a_transfer_asks_whether_it_can_have_room() -> None:
+    room = chunk_budget()
+    with room.open("slow", "job", Urgency.DEMAND) as stalled, room.open("loan", "", Urgency.PREFETCH) as loan:
+        await room.reserve(stalled, 2 * MIB)
+        assert room.can_fit(loan, HALF) and not room.can_fit(loan, HALF + 1)
+        with room.pinned(stalled, MIB):
+            assert room.can_fit(loan, HALF - MIB) and not room.can_fit(loan, HALF - MIB + 1)
+        assert room.can_fit(loan, HALF)
