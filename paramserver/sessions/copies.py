@@ -28,13 +28,13 @@ class Copy:
     Attributes:
         run_id: the run that copies.
         origin: names the step that is copied.
-        is_left: whether an unfinished step of this origin is there, and no run works on it.
-        timer: ends the copy.
+        left: names the unfinished step that is there, and on which no run works; None: there is none.
+        timer: ends the copy. It is cancelled while a run has the job open.
     """
 
     run_id: str
     origin: str
-    is_left: bool
+    left: str | None
     timer: asyncio.TimerHandle
 
 
@@ -56,11 +56,12 @@ class Copies:
         former = self._copies.get(job)
         if former is None and len(self._copies) >= MOST_COPIES:
             raise BudgetExceededError(f"{MOST_COPIES} copies are under way here, and there can be no more; try later")
-        is_left = former is not None and former.is_left and former.origin == origin
+        left = None
         if former is not None:
             former.timer.cancel()
-        self._copies[job] = Copy(run_id, origin, is_left, self._timer(job))
-        return is_left
+            left = former.left
+        self._copies[job] = Copy(run_id, origin, left, self._timer(job))
+        return left == origin
 
     def find(self, job: str, run_id: str) -> Copy | None:
         """Return the copy that a run makes; None if the run was not announced as a copy."""
@@ -68,26 +69,40 @@ class Copies:
         return copy if copy is not None and copy.run_id == run_id else None
 
     def enter(self, job: str, run_id: str) -> bool:
-        """Note that a run opens a job, and return whether it goes on with an unfinished copy.
+        """Note that a run is about to open a job, and return whether it goes on with an unfinished copy.
 
-        A run that is no copy ends the copy into its job, because it discards the unfinished step.
+        Call `opened` or `refused` when the opening has ended.
         """
-        copy = self.find(job, run_id)
+        copy = self._copies.get(job)
         if copy is None:
-            if (former := self._copies.pop(job, None)) is not None:
-                former.timer.cancel()
             return False
-        goes_on, copy.is_left = copy.is_left, False
-        return goes_on
+        copy.timer.cancel()
+        return copy.run_id == run_id and copy.left == copy.origin
+
+    def opened(self, job: str, run_id: str) -> None:
+        """Note that a run has opened a job: it works on the unfinished step, or has discarded it.
+
+        A run that is no copy ends the copy into its job.
+        """
+        if (copy := self.find(job, run_id)) is not None:
+            copy.left = None
+        elif job in self._copies:
+            self.end(job)
+
+    def refused(self, job: str) -> None:
+        """Note that a run could not open a job: what a copy has left there stays for the rest of its time."""
+        if (copy := self._copies.get(job)) is not None:
+            copy.timer.cancel()
+            copy.timer = asyncio.get_running_loop().call_at(copy.timer.when(), self._expire, job)
 
     def end(self, job: str) -> None:
-        """Note that the copy into a job is over: it has committed, or its client has closed its sessions."""
+        """Note that the copy into a job is over: it has committed, was given up, or another run opened the job."""
         self._copies.pop(job).timer.cancel()
 
     def leave(self, job: str) -> None:
         """Note that the client of a copy was lost, and that its unfinished step stays for a while."""
         copy = self._copies[job]
-        copy.is_left = True
+        copy.left = copy.origin
         copy.timer.cancel()
         copy.timer = self._timer(job)
 
@@ -96,7 +111,7 @@ class Copies:
 
     def _expire(self, job: str) -> None:
         copy = self._copies.pop(job)
-        if copy.is_left:
+        if copy.left is not None:
             ending = asyncio.ensure_future(self._on_expired(job))
             self._ending.add(ending)
             ending.add_done_callback(self._on_ended)

@@ -200,7 +200,7 @@ class Runs(Generic[MemberT]):
             self.replicas.forget(spec.name)
             opening = unlogged(
                 asyncio.ensure_future(
-                    self._open(run, spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
+                    self._open(run, spec, run_id, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
                 )
             )
             run = self._runs[spec.name] = Run(run_id, spec, opening)
@@ -223,11 +223,23 @@ class Runs(Generic[MemberT]):
         return run
 
     async def _open(
-        self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool, goes_on: bool
+        self,
+        previous: Run[MemberT] | None,
+        spec: JobSpec,
+        run_id: str,
+        *,
+        may_exist: bool,
+        must_exist: bool,
+        goes_on: bool,
     ) -> Job:
-        if previous is not None and previous.committing is not None:
-            await asyncio.wait([previous.committing])
-        job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
+        try:
+            if previous is not None and previous.committing is not None:
+                await asyncio.wait([previous.committing])
+            job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
+        except BaseException:
+            self._copies.refused(spec.name)
+            raise
+        self._copies.opened(spec.name, run_id)
         found = "without a committed step" if job.newest is None else f"at step {job.newest}"
         ranks = "1 rank" if spec.world_size == 1 else f"{spec.world_size} ranks"
         self._events.add(EventKind.JOB, spec.name, f"a run of {ranks} opened the job, {found}")

@@ -12,7 +12,7 @@ from paramserver.events import EventLog
 from paramserver.sessions import copies
 from paramserver.sessions.runs import Runs
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError
+from storage.errors import BudgetExceededError, ConflictError, NotFoundError
 from storage.shard import JobSpec, Kind
 from tests.unit.storage.builders import Layout, opened
 
@@ -76,6 +76,54 @@ async def test_it_goes_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest
             while engine.jobs:
                 await asyncio.sleep(0.01)
         assert engine.nvme.used_bytes == 0
+
+
+async def test_a_copy_that_takes_longer_than_that_time_is_a_copy_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        with monkeypatch.context() as now:
+            now.setattr(copies, "UNFINISHED_SECONDS", 0.0)
+            runs.begin_copy("job", "1", "step 0")
+            run = runs.enter(Rank(), spec(), "1", 0, may_exist=True, must_exist=False)
+        job = await run.job
+        await engine.register(job, [LAYOUT.group(group) for group in LAYOUT.groups])
+        await engine.publish(await engine.stage(job, LAYOUT.groups[0], Kind.PARAM))
+        assert runs.is_copy(run)
+        runs.leave(run, 0)
+        await runs.clean_up(run)
+        assert await copy_half(engine, runs, "2", "step 0", is_closed=True)
+
+
+async def test_an_unfinished_step_goes_although_a_copy_of_another_step_was_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        await copy_half(engine, runs, "1", "step 0", is_closed=False)
+        monkeypatch.setattr(copies, "UNFINISHED_SECONDS", 0.0)
+        # The client of this one is lost before it opens the job.
+        assert not runs.begin_copy("job", "2", "another step 0")
+        async with asyncio.timeout(30):
+            while engine.jobs:
+                await asyncio.sleep(0.01)
+        assert engine.nvme.used_bytes == 0
+
+
+async def test_a_run_that_cannot_open_the_job_leaves_the_unfinished_step_for_its_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        await copy_half(engine, runs, "1", "step 0", is_closed=False)
+        expires = runs._copies._copies["job"].timer.when()
+        run = runs.enter(Rank("trainer"), spec(), "trainer", 0, may_exist=True, must_exist=True)
+        with pytest.raises(NotFoundError, match="no committed step to resume from"):
+            await run.job
+        runs.leave(run, 0)
+        await runs.clean_up(run)
+        timer = runs._copies._copies["job"].timer
+        assert timer.when() == expires and not timer.cancelled()
+        assert await copy_half(engine, runs, "2", "step 0", is_closed=True)
 
 
 async def test_announcements_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
