@@ -79,7 +79,6 @@ class ParameterStore:
         spec = await asyncio.to_thread(convert.job_spec, request)
         # The session may have ended, and the token may have been withdrawn, while the thread worked.
         session = self._access.session(request.session_id, context)
-        self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
         self._check_jobs(session.owner, spec.name)
         self._opening[spec.name] += 1
         try:

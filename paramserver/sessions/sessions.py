@@ -75,7 +75,7 @@ class Sessions:
         Args:
             engine: gives the arena's slots, and what the sessions lease and read.
             limits: see config.py.
-            quotas: limit the host memory that the jobs and tokens lease.
+            quotas: limit the sessions of jobs, and the host memory that the jobs and tokens lease.
             events: gets the beginning and the end of each session, and the commits of the runs.
             on_end: is called with the id of each session that ends.
         """
@@ -85,6 +85,7 @@ class Sessions:
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host, limits.late_copy_seconds)
         self._engine = engine
+        self._quotas = quotas
         self._events = events
         self._slots = engine.arena.slots
         self._runs: Runs[Session] = Runs(engine, events)
@@ -294,6 +295,7 @@ class Sessions:
         Raises:
             ConflictError: another run holds the job, the rank is taken, or the session has opened a job already.
             NotFoundError: the session has ended.
+            BudgetExceededError: the job has as many sessions as its quota allows.
             StorageError: see Runs.enter.
         """
         if self._end_lost_copies(spec.name, run_id, "its client was lost, and a run opens its job"):
@@ -303,6 +305,8 @@ class Sessions:
         self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
+        # The ranks of a lost run have gone by now, and no other rank can come before this one has entered.
+        self._quotas.of(spec.name).check_sessions(spec.name, self.attached(spec.name))
         run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
         session.run, session.rank = run, rank
         try:

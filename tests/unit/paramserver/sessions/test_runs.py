@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from paramserver.security.quotas import Quota, QuotasSection
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import ConflictError, NotFoundError, StepAbortedError
+from storage.errors import BudgetExceededError, ConflictError, NotFoundError, StepAbortedError
 from storage.shard import Kind, TierName
 from storage.slab import NEVER
-from tests.integration.support.store_client import group_to_wire
+from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.paramserver.sessions.builders import (
     acquire,
     begin,
@@ -259,3 +260,33 @@ async def test_of_two_calls_that_open_jobs_for_one_session_one_is_refused(tmp_pa
         assert (sessions.attached("job"), sessions.attached("another")) == (0, 1)
         sessions.end(session, "closed", is_closed=True)
         assert sessions.attached("another") == 0
+
+
+async def test_a_quota_of_sessions_does_not_count_a_lost_run_and_holds_after_the_wait_for_its_end(
+    tmp_path: Path,
+) -> None:
+    quotas = QuotasSection(default=Quota(sessions=2))
+    fields = job_fields(LAYOUT) | {"world_size": 3, "attached_ranks": 3, "resume": pb.RESUME_POLICY_AUTO}
+    async with serving(tmp_path, quotas) as (engine, sessions):
+        store = service(engine, sessions, quotas)
+
+        def opening(run_id: str, rank: int) -> tuple[Session, asyncio.Task[pb.OpenJobResponse]]:
+            session = connect(sessions)
+            request = pb.OpenJobRequest(session_id=session.session_id, **(fields | {"run_id": run_id, "rank": rank}))
+            return session, asyncio.ensure_future(store.OpenJob(request, session, cast(Any, None)))
+
+        lost = [opening("lost run", rank) for rank in range(2)]
+        for session, call in lost:
+            await call
+            sessions.detach(session, session.stream)
+        calls = [opening("run", rank)[1] for rank in range(3)]
+        # All three wait for the end of the lost run, so each of them finds no rank of their own run yet.
+        async with asyncio.timeout(30):
+            while store._opening[LAYOUT.name] < len(calls):
+                await asyncio.sleep(0.001)
+        for session, _ in lost:
+            sessions.end(session, "its stream broke")
+        await asyncio.wait(calls)
+        refusals = [error for call in calls if (error := call.exception()) is not None]
+        assert [type(error) for error in refusals] == [BudgetExceededError], refusals
+        assert "allows 2 sessions, and 2 are attached" in str(refusals[0]) and sessions.attached("job") == 2
