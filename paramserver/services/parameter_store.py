@@ -136,6 +136,8 @@ class ParameterStore:
             (want.slab.group, convert.kind(want.slab.kind), convert.position(want.position, "wants.position"))
             async for want in in_slices(convert.batch(request.wants, "wants"))
         ]
+        # The session may have ended meanwhile, and nothing would remove its window.
+        self._sessions.get(session.session_id)
         # The session does not read slabs from host memory that are on its device.
         copies = self._grants.device_copies
         wants = [want for want in wants if not copies.has(session, job, want[0], want[1])]
@@ -328,6 +330,8 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def CollectSpans(self, request: pb.CollectSpansRequest, session: ClientSession) -> pb.CollectSpansResponse:
         job = await session.job()
+        # The session may have ended meanwhile, and nothing would end its collection.
+        self._sessions.get(session.session_id)
         return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
 
 

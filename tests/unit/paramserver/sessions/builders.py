@@ -12,6 +12,7 @@ from paramserver.events import EventLog
 from paramserver.security.principals import Principal, Role
 from paramserver.security.quotas import Quotas, QuotasSection
 from paramserver.services.parameter_store import ParameterStore
+from paramserver.services.tracing import Traces
 from paramserver.sessions.grants import Grants
 from paramserver.sessions.leases import DeviceLease, Lease
 from paramserver.sessions.seats import SeatLimits, Visitor
@@ -68,7 +69,7 @@ def service(engine: Engine, sessions: Sessions, quotas: QuotasSection | None = N
     missing = cast(Any, None)
     access = cast(Any, _Access(sessions))
     limits = Quotas(quotas or QuotasSection())
-    return ParameterStore(engine, sessions, missing, missing, missing, access, limits, missing)
+    return ParameterStore(engine, sessions, missing, missing, missing, access, limits, Traces(engine.tracer))
 
 
 def connect(sessions: Sessions) -> Session:
