@@ -128,12 +128,14 @@ class HostQuota:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     def _covered(self, limit: Limit, job: Job) -> list[Job]:
-        """Return the jobs that a limit covers, with `job` itself in the layout that the client uses.
+        """Return the jobs that a limit covers, with `job` itself in the layout that its ranks use.
 
-        The engine's own list has each job in its newest committed layout, which may be another one.
+        The engine's own list has each job in its newest committed layout, which may be another one. A reader's job may
+        be a kept step or an older layout, which no rank uses.
         """
+        mine = job if job.spec.local_ranks else self._engine.jobs.get(job.spec.name, job)
         others = (other for name, other in self._engine.jobs.items() if name != job.spec.name and limit.covers(name))
-        return [job, *others]
+        return [mine, *others]
 
     def _taken(self, job: Job) -> int:
         leased = sum(round_up(lease.nbytes) for lease in self._leases_of(job.spec.name) if _counts(lease))
