@@ -44,37 +44,37 @@ class DeviceCopies:
             raise NotFoundError("the session ended while leases on its device's memory were waited for")
 
     def lease(
-        self, session: Session, job: Job, want: pb.AcquireLeasesRequest.Want, as_of: int | None, lease_id: int
+        self, session: Session, job: Job, group: str, kind: Kind, as_of: int | None, next_use: float, lease_id: int
     ) -> DeviceLease | None:
         """Lease the copy that a session has of a slab; None if it has none with the bytes that are wanted.
 
         Raises:
             NotFoundError: the job has no such slab.
         """
-        if session.device is None or not want.HasField("device"):
+        if session.device is None:
             return None
-        slab = self._engine.newest_slab(job, want.slab.group, convert.kind(want.slab.kind), as_of)
+        slab = self._engine.newest_slab(job, group, kind, as_of)
         if slab is None or slab.latest is None:
             return None
-        range_ = session.device.find(slab, _next_use(want))
+        range_ = session.device.find(slab, next_use)
         if range_ is None:
             return None
         leased = DeviceLease(lease_id=lease_id, slab=slab, version=slab.latest, range_=range_)
         session.device_leases[lease_id] = leased
         return leased
 
-    def place(self, session: Session, want: pb.AcquireLeasesRequest.Want, pin: Pin) -> DeviceRange | None:
+    def place(self, session: Session, pin: Pin, next_use: float) -> DeviceRange | None:
         """Return a range in which a session may keep the bytes of a pin, which it is about to copy.
 
         Return None if there is no such range.
         """
         slab = pin.slab
-        if session.device is None or not want.HasField("device"):
+        if session.device is None:
             return None
         if slab.latest is None or pin.copy.step != slab.latest:
             # The bytes are those of an earlier step, which the next use does not want any more.
             return None
-        return session.device.place(slab, slab.nbytes, _next_use(want))
+        return session.device.place(slab, slab.nbytes, next_use)
 
     def end_place(self, session: Session, slab: Slab, range_: DeviceRange, *, is_kept: bool) -> None:
         """Take note whether a session has copied a slab's bytes to the range of `place`."""
@@ -106,6 +106,15 @@ class DeviceCopies:
             session.device = None
 
 
-def _next_use(want: pb.AcquireLeasesRequest.Want) -> float:
+def next_use_on_device(want: pb.AcquireLeasesRequest.Want) -> float | None:
+    """Return the position at which a client needs a slab on its device again.
+
+    It is NEVER if that is not known, and None if the client does not bring the slab to its device.
+
+    Raises:
+        InvalidRequestError: the position is higher than any that a trace can have.
+    """
+    if not want.HasField("device"):
+        return None
     given = want.device
     return convert.position(given.next_use, "wants.device.next_use") if given.HasField("next_use") else NEVER

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
 from paramserver.sessions.client_process import ClientProcesses
-from paramserver.sessions.device_copies import DeviceCopies
+from paramserver.sessions.device_copies import DeviceCopies, next_use_on_device
 from paramserver.sessions.host_quota import HostQuota, lease_bytes
 from paramserver.sessions.leases import DeviceLease, Lease, LeaseMode
 from paramserver.sessions.session import Session, SessionState
@@ -61,8 +61,11 @@ class Grants:
         session.require_run().check_whole()
         job = await session.job()
         as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
-        if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
-            on_device = self.device_copies.lease(session, job, want, as_of, next(self._lease_ids))
+        # A field that is wrong is refused before the grant, because the client would not learn the lease's number.
+        next_use = next_use_on_device(want)
+        if next_use is not None and want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
+            lease_id = next(self._lease_ids)
+            on_device = self.device_copies.lease(session, job, group, kind, as_of, next_use, lease_id)
             if on_device is not None:
                 return on_device
         async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
@@ -73,7 +76,8 @@ class Grants:
                     position = convert.position(want.position, "wants.position")
                     pin = await self._engine.fetch(job, group, kind, position, as_of)
                     lease = await self._grant_pin(session, LeaseMode.READ, pin)
-                    lease.keep = self.device_copies.place(session, want, pin)
+                    if next_use is not None:
+                        lease.keep = self.device_copies.place(session, pin, next_use)
                     return lease
                 case pb.LEASE_MODE_WRITE, True:
                     return await self._lease_gradient(session, job, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import ConflictError, NotFoundError
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError
 from storage.shard import Kind
 from storage.slab import NEVER
 from storage.tiers.arena import ArenaRange
@@ -158,3 +159,24 @@ async def test_one_of_two_calls_for_a_gradient_gets_it(tmp_path: Path, monkeypat
         with pytest.raises(ConflictError, match="was leased by another call of this session meanwhile"):
             await first
         assert list(session.leases.values()) == [lease]
+
+
+async def test_a_next_use_that_no_trace_has_is_refused_before_a_lease_is_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        session = await begin(engine, sessions, LAYOUT)
+        await stage_all(engine, sessions, session, LAYOUT)
+        # The session has offered memory of its device.
+        session.device = Mock()
+        want = pb.AcquireLeasesRequest.Want(
+            slab=pb.SlabName(group=GROUP, kind=pb.KIND_PARAM),
+            mode=pb.LEASE_MODE_READ,
+            device=pb.DeviceUse(next_use=1 << 60),
+        )
+        # An update of the slab is under way, so no copy on the device is looked for.
+        monkeypatch.setattr(engine, "newest_slab", lambda *_: None)
+        with pytest.raises(InvalidRequestError, match="next_use"):
+            await sessions.grants.acquire(session, want)
+        assert not session.leases
+        session.device = None
