@@ -85,7 +85,8 @@ class SessionService:
             context: gRPC's context of the call.
 
         Raises:
-            StorageError: the session was refused, or was ended by the daemon.
+            StorageError: the session was refused, or was ended by the daemon, or the client sent bytes that are no
+                message.
             RefusedError: the session is another principal's, or the token is not valid any more.
         """
         seconds = self._sessions.limits.heartbeat_timeout_seconds
@@ -108,9 +109,15 @@ class SessionService:
         except RefusedError:
             if stream.is_current_of(session):
                 self._sessions.end(session, "its token does not count any more")
+            await stream.flush()
             raise
         except (asyncio.CancelledError, grpc.aio.BaseError):
             self._sessions.detach(session, stream)
+            raise
+        except Exception:
+            # The client sent bytes that are no message, or the daemon failed.
+            self._sessions.detach(session, stream)
+            await stream.flush()
             raise
         finally:
             stream.close()
@@ -226,6 +233,7 @@ class _ServerStream:
 
         Raises:
             CancelledError, grpc.aio.BaseError: the stream broke.
+            InvalidRequestError: the client sent bytes that are no message.
         """
         task = self._listening = asyncio.current_task()
         assert task is not None
@@ -240,7 +248,7 @@ class _ServerStream:
             task.uncancel()
         finally:
             self._listening = None
-        await self._flush()
+        await self.flush()
         if not self.ended:
             # gRPC ends the client's messages in the same way when the client closes the stream and when it breaks. This
             # write tells the two apart, because it fails on a broken stream.
@@ -253,7 +261,12 @@ class _ServerStream:
         if self._writing is not None:
             self._writing.cancel()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """Wait, but not for long, until what was posted is written.
+
+        If a write is cancelled half-way, gRPC sends the initial metadata again with the status. Its core refuses that,
+        so the client gets no status.
+        """
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=FLUSH_SECONDS)
 

@@ -141,6 +141,21 @@ def test_a_session_whose_stream_does_not_come_back_ends_after_the_grace_time(
         assert rank.resume() == 0
 
 
+def test_a_session_whose_stream_has_bytes_that_are_no_message_is_detached(daemon: Daemon) -> None:
+    hello = pb.SessionRequest(hello=pb.SessionRequest.Hello(client="garbled"))
+    with channel_to(daemon.address, options=CHANNEL_OPTIONS) as channel:
+        outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        outgoing.put(hello.SerializeToString())
+        method: Any = channel.stream_stream("/paramserver.v1.ParameterStore/Session")
+        call = method(iter(outgoing.get, None), timeout=20)
+        next(call)
+        outgoing.put(b"\xff" * 9)
+        with refused(CODE.INVALID_ARGUMENT, "is no valid message"):
+            next(call)
+        outgoing.put(None)
+    wait_until(lambda: "session of garbled ended (its stream broke" in daemon.log)
+
+
 def test_a_restarted_daemon_is_recognised(tmp_path: Path) -> None:
     config = {"session_grace_seconds": 30.0}
     with Daemon(tmp_path / "state", config) as daemon:
