@@ -17,7 +17,7 @@ from paramserver.events import EventKind, EventLog
 from paramserver.rpc import convert
 from paramserver.rpc.rights import Right, needs
 from paramserver.security.gate import Context, Gate, check_job
-from paramserver.security.principals import Principal
+from paramserver.security.principals import Principal, Role
 from paramserver.security.quotas import Quotas
 from paramserver.services.audit import Audit
 from paramserver.services.configuration import Configuration
@@ -136,12 +136,13 @@ class Operations:
         self, request: admin_pb.BeginCopyRequest, principal: Principal, context: Context
     ) -> admin_pb.BeginCopyResponse:
         check_job(principal, request.job)
-        return await self._audit.call("BeginCopy", request, principal, context, self._begin_copy(request))
+        return await self._audit.call("BeginCopy", request, principal, context, self._begin_copy(request, principal))
 
-    async def _begin_copy(self, request: admin_pb.BeginCopyRequest) -> admin_pb.BeginCopyResponse:
+    async def _begin_copy(self, request: admin_pb.BeginCopyRequest, principal: Principal) -> admin_pb.BeginCopyResponse:
         name, run_id = convert.name(request.job, "job"), convert.name(request.run_id, "run_id")
         origin, source = convert.name(request.origin, "origin"), convert.name(request.source, "source")
-        resumes = await self._sessions.begin_copy(name, run_id, origin)
+        token = "" if principal.role is Role.ADMIN else principal.name
+        resumes = await self._sessions.begin_copy(name, run_id, origin, token)
         self._events.add(EventKind.JOB, name, f"steps are copied into the job, from {source}")
         return admin_pb.BeginCopyResponse(resumes=resumes)
 

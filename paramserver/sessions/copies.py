@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 UNFINISHED_SECONDS = 3600
 # The most copies that are announced or unfinished at a time.
 MOST_COPIES = 1000
+# The most of them that were announced with one token, so that the holders of other tokens can announce some, too.
+MOST_COPIES_OF_A_TOKEN = 250
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +31,14 @@ class Copy:
         run_id: the run that copies.
         origin: names the step that is copied.
         left: names the unfinished step that is there, and on which no run works; None: there is none.
+        token: the name of the token with which the copy was announced; "" for an operator.
         timer: ends the copy. It is cancelled while a run has the job open.
     """
 
     run_id: str
     origin: str
     left: str | None
+    token: str
     timer: asyncio.TimerHandle
 
 
@@ -47,12 +51,18 @@ class Copies:
         self._copies: dict[str, Copy] = {}
         self._ending: set[asyncio.Future[None]] = set()
 
-    def begin(self, job: str, run_id: str, origin: str) -> bool:
+    def begin(self, job: str, run_id: str, origin: str, token: str = "") -> bool:
         """Announce a copy, and return whether an unfinished one of the same origin is there.
 
         Raises:
-            BudgetExceededError: MOST_COPIES other copies are announced.
+            BudgetExceededError: MOST_COPIES other copies are announced, or MOST_COPIES_OF_A_TOKEN with this token.
         """
+        of_token = sum(copy.token == token for name, copy in self._copies.items() if name != job)
+        if token and of_token >= MOST_COPIES_OF_A_TOKEN:
+            raise BudgetExceededError(
+                f"{MOST_COPIES_OF_A_TOKEN} copies were announced here with token {token}, which can have no more; end "
+                "some, or try later"
+            )
         former = self._copies.get(job)
         if former is None and len(self._copies) >= MOST_COPIES:
             raise BudgetExceededError(f"{MOST_COPIES} copies are under way here, and there can be no more; try later")
@@ -60,7 +70,7 @@ class Copies:
         if former is not None:
             former.timer.cancel()
             left = former.left
-        self._copies[job] = Copy(run_id, origin, left, self._timer(job))
+        self._copies[job] = Copy(run_id, origin, left, token, self._timer(job))
         return left == origin
 
     def find(self, job: str, run_id: str) -> Copy | None:

@@ -164,7 +164,7 @@ class Runs(Generic[MemberT]):
         """Return whether a run was announced as a copy of a step of another store."""
         return self._copies.find(run.spec.name, run.run_id) is not None
 
-    def begin_copy(self, job: str, run_id: str, origin: str) -> bool:
+    def begin_copy(self, job: str, run_id: str, origin: str, token: str = "") -> bool:
         """Announce a run that copies a step of another store into a job; see Copies.begin.
 
         Raises:
@@ -175,7 +175,7 @@ class Runs(Generic[MemberT]):
             clients = ", ".join(member.client for member in attached)
             raise ConflictError(f"job {job!r} is in use here ({clients}); stop that first")
         self._check_not_closed(job)
-        return self._copies.begin(job, run_id, origin)
+        return self._copies.begin(job, run_id, origin, token)
 
     def _check_not_closed(self, job: str) -> None:
         if job in self._closed:

@@ -331,14 +331,14 @@ class Sessions:
         """Forget a job that was deleted; see Runs.forget_job."""
         self._runs.forget_job(job)
 
-    async def begin_copy(self, job: str, run_id: str, origin: str) -> bool:
+    async def begin_copy(self, job: str, run_id: str, origin: str, token: str = "") -> bool:
         """Announce a run that copies a step into a job; see Runs.begin_copy.
 
         The sessions of a former copy whose client is lost end at once, and not when their grace time is over.
         """
         self._end_lost_copies(job, run_id, "another copy into its job was begun")
         await self._until_cleaned_up()
-        return self._runs.begin_copy(job, run_id, origin)
+        return self._runs.begin_copy(job, run_id, origin, token)
 
     async def _until_lost_run_ends(self, job: str, run_id: str) -> None:
         """Wait while another run holds a job and each of its ranks has lost its stream, at most for their grace time.

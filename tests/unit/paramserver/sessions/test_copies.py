@@ -134,3 +134,18 @@ async def test_announcements_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
             runs.begin_copy(job, "1", "step 0")
         with pytest.raises(BudgetExceededError, match="2 copies"):
             runs.begin_copy("c", "1", "step 0")
+
+
+async def test_one_token_cannot_announce_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MOST_COPIES_OF_A_TOKEN", 2)
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        for job in ("a", "b", "a"):
+            runs.begin_copy(job, "1", "step 0", "team-b")
+        with pytest.raises(BudgetExceededError, match="2 copies were announced here with token team-b"):
+            runs.begin_copy("c", "1", "step 0", "team-b")
+        # Another token and operators can announce theirs, also into the same job.
+        runs.begin_copy("a", "2", "step 0", "team-a")
+        runs.begin_copy("c", "1", "step 0", "team-b")
+        for job in ("d", "e", "f"):
+            runs.begin_copy(job, "1", "step 0")
