@@ -7,6 +7,7 @@ daemon.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from paramserver.config import DaemonConfig
@@ -39,8 +40,13 @@ def find_need(
     """
     spec = convert.job_spec(request)
     tally = Tally()
-    for group in convert.group_specs(spec, groups):
-        tally.add(_group(spec, group, tally))
+    updated: Counter[TierName | None] = Counter()
+    for described in convert.group_specs(spec, groups):
+        group = _group(spec, described, tally)
+        tally.add(group)
+        if group.gradient_bytes:
+            for slab in group.slabs:
+                updated[slab.backing] += slab.paged_bytes
     host = HostNeed.of(
         [(tally, spec.local_ranks)],
         units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
@@ -76,6 +82,7 @@ def find_need(
         least_host_budget=host_budget_for(header + host.total + one_of_each_rank),
         version_bytes=tally.paged_bytes,
         written_bytes=tally.by_backing[TierName.NVME],
+        updated_bytes=updated[TierName.NVME],
         nvme_bytes=nvme + (host.all_gradient_bytes if reserves_gradients else 0) + (sum(sizes) if spills else 0),
     )
 

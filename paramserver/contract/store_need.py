@@ -31,6 +31,7 @@ class StoreNeed:
         least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
+        updated_bytes: bytes of those of them that an update replaces: the slabs of groups that have a gradient.
         nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job, for spilled gradients, and for
             boundaries if some are spilled.
     """
@@ -49,6 +50,7 @@ class StoreNeed:
     least_host_budget: int
     version_bytes: int
     written_bytes: int
+    updated_bytes: int
     nvme_bytes: int
 
     @property

@@ -19,6 +19,7 @@ from paramserver.store_need import find_need
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.integration.support.daemon import tiers
+from tests.integration.support.ranks import run_ranks
 from tests.integration.support.waiting import wait_until
 from trainer_client.config.loading import load_config
 from trainer_client.plan.boundaries import OffloadRule
@@ -43,7 +44,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def config(state_dir: Path, *, stage: int, homes: tuple[str, str], bf16: bool, **section: Any) -> dict[str, Any]:
+def config(state_dir: Path, *, stage: int, homes: tuple[Any, Any], bf16: bool, **section: Any) -> dict[str, Any]:
     parameters, optimizer = homes
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -135,6 +136,22 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     assert report.bytes["trainer_to_store"] == traffic.from_rank
     # The bytes that the store reads are not compared, because its scrubber reads meanwhile, too.
     assert traffic.nvme_read == 0
+
+
+# The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches.
+JOBS: list[tuple[int, tuple[Any, Any], int]] = [(3, ("nvme", "nvme"), 1)]
+
+
+def test_the_bytes_that_two_ranks_move_are_those_of_a_plan(tmp_path: Path) -> None:
+    configs = [
+        config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False)
+        | {"gradient_accumulation_steps": micro_batches}
+        for index, (stage, homes, micro_batches) in enumerate(JOBS)
+    ]
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps(configs))
+
+    run_ranks("tests.integration.support.planned_ranks", 2, path)
 
 
 def test_the_smallest_host_budget_of_a_plan_is_the_one_that_the_daemon_asks_for(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def plan_copies(layout: Layout, budget_bytes: int, micro_batches: int, find_hits
     nbytes = min(budget_bytes, most)
     if not nbytes:
         return NO_COPIES
-    uses = [unit for _ in range(micro_batches) for unit in _reads_of_pass(layout.units)]
+    uses = [unit for _ in range(micro_batches) for unit in reads_of_pass(layout.units)]
     reads = list(_reads([uses] * _SETTLED_STEPS))
     found = find_hits(reads, nbytes)
     count = len(reads) // _SETTLED_STEPS
@@ -65,7 +65,7 @@ def plan_copies(layout: Layout, budget_bytes: int, micro_batches: int, find_hits
     )
 
 
-def _reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
+def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     """Return the units in the order in which a forward and its backward read them.
 
     The root surrounds both passes, and the last unit of the forward stays for the backward. The backward ends at the

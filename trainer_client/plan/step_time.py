@@ -7,12 +7,13 @@ module must never measure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer_client.config.home import Home
 from trainer_client.model.placement import Residence
-from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
+from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
 from trainer_client.plan.layout import Layout, PlannedGroup
 from trainer_client.plan.machine import Overhead, Rates
 from trainer_client.plan.memory import MemoryPlan
@@ -139,16 +140,17 @@ def find_traffic(
     ) = 0
     need = memory.store
     hit = _part(memory.free_host_budget, need.passing_bytes)
-    # A rank leases the root and the last unit of the forward once for both passes.
-    held = {planned.group.name for unit in (layout.units[0], layout.units[-1]) for planned in unit.groups}
-    for planned in layout.groups:
+    # A unit is gathered whole: its frozen groups come again in the backward pass beside those that are trained.
+    reads = Counter(unit.fqn for unit in reads_of_pass(layout.units))
+    for uses, planned in (
+        (micro_batches * reads[unit.fqn], planned) for unit in layout.units for planned in unit.groups
+    ):
         group, placement = planned.group, planned.placement
         part, whole = group.slot_table.partition_numel, group.slot_table.numel
         in_store = placement.optimizer is not Home.DEVICE
         if placement.residence is Residence.SHARDED:
-            uses = (2 if group.trainable else 1) * micro_batches
             reads_all = one_sided and placement.parameters is not Home.DEVICE
-            leased = _leases(planned, uses, micro_batches, held, one_sided=one_sided) * (
+            leased = _leases(planned, uses, one_sided=one_sided) * (
                 group.whole_bytes if reads_all else group.partition_bytes
             )
             to_rank += int(leased * (1.0 - copies.hit))
@@ -200,7 +202,7 @@ def find_traffic(
         collectives=collectives,
         collective_calls=calls,
         nvme_read=int(read * ranks * (1.0 - states_hit)) + passing + spilled,
-        nvme_written=spilled + (need.written_bytes if stored else int(put * ranks * commits_per_step)),
+        nvme_written=spilled + (need.updated_bytes if stored else int(put * ranks * commits_per_step)),
         updated=updated * ranks,
         updated_on_device=on_device,
         put=int(put * commits_per_step),
@@ -223,21 +225,17 @@ def _state_bytes_read(planned: PlannedGroup) -> int:
     return 4 * (len(group.state_kinds) + int(has_weight)) * group.slot_table.partition_numel
 
 
-def _leases(planned: PlannedGroup, uses: int, micro_batches: int, held: Collection[str], *, one_sided: bool) -> int:
+def _leases(planned: PlannedGroup, uses: int, *, one_sided: bool) -> int:
     """Return how often a rank leases the parameters of a sharded group in a step with this number of uses.
 
-    Args:
-        held: the names of the groups that stay leased from the forward to the backward.
-        one_sided: whether ranks read the partitions of all ranks in their store's memory.
+    With `one_sided`, ranks read the partitions of all ranks in their store's memory.
     """
     home = planned.placement.parameters
     if home is Home.DEVICE:
         return 0
-    if one_sided and home is Home.HOST:
-        # Parameters whose home is host memory are mapped without taking further memory, so their lease lasts until the
-        # step ends.
-        return 1
-    return micro_batches if planned.group.name in held else uses
+    # Parameters whose home is host memory are mapped without taking further memory, so their lease lasts until the
+    # step ends.
+    return 1 if one_sided and home is Home.HOST else uses
 
 
 def _part(room: int, nbytes: int) -> float:

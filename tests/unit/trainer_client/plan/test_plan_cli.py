@@ -112,6 +112,63 @@ def test_boundaries_are_counted_where_they_wait(tmp_path: Path) -> None:
     assert [note for note in spill["assumptions"] if f"{spilled} bytes of boundaries of all ranks" in note]
 
 
+class Adapted(nn.Module):
+    """A block of frozen weights with a small adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.adapter = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.frozen(hidden) + self.adapter(hidden)
+
+
+class Adapters(nn.Module):
+    """Blocks with adapters, of which the first two are frozen as a whole."""
+
+    def __init__(self, blocks: int = 6, frozen: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Adapted() for _ in range(blocks)])
+        for block in self.blocks[:frozen]:
+            block.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def planned_of(tmp_path: Path, model: str, options: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan of a model of this module, whose inputs are `rows`."""
+    (tmp_path / "training.json").write_text(json.dumps(config))
+    arguments = [f"{__name__}:{model}", "--inputs", f"{__name__}:rows", "--config", str(tmp_path / "training.json")]
+    arguments += f"{MACHINE} {LINKS} --no-search --json --tokens 16 {options}".split()
+    result = CliRunner().invoke(app, arguments, obj=(find_need, find_hits), catch_exceptions=False)
+    assert result.exit_code in (0, 3), result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_frozen_weights_are_gathered_again_with_what_is_trained_and_never_written(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+    }
+
+    found = planned_of(tmp_path, "Adapters", "--nproc-per-node 2 --collective 10GB", config)
+
+    weight = 256 * 256 * 4
+    traffic = found["step"]["traffic"]
+    # The forward gathers all six blocks, and the backward again the three that are trained, but for the last one,
+    # which stays. Only the adapters are reduced, and written with two states.
+    assert traffic["collectives"] == (6 + 3) * 2 * weight + 4 * weight
+    assert traffic["to_rank"] == (6 + 3) * 2 * weight // 2
+    assert traffic["nvme_written"] == found["store"]["updated_bytes"] == 4 * 3 * weight
+    assert found["store"]["written_bytes"] == 2 * 6 * weight + 2 * 4 * weight
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"

@@ -1,0 +1,92 @@
+"""One of two ranks whose steps move the bytes that a plan says.
+
+test_plan.py runs `python -m tests.integration.support.planned_ranks CONFIGS`, where CONFIGS is a file with a list of
+training configs. The ranks train with one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainer_client
+from paramserver.store_need import find_need
+from trainer_client.config.loading import load_config
+from trainer_client.plan.layout import World, lay_out
+from trainer_client.plan.memory import plan_memory
+from trainer_client.plan.rehearsal import Rehearsal
+from trainer_client.plan.step_time import find_traffic
+
+RANKS = 2
+WIDTH = 64
+# The first step learns the order of the units.
+STEPS = 3
+
+
+class Adapted(nn.Module):
+    """A block of frozen weights with an adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.frozen(hidden) + self.up(self.down(hidden))
+
+
+class Tower(nn.Module):
+    """A frozen root, two frozen blocks, and three blocks whose adapters are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first.requires_grad_(False)
+        self.blocks = nn.ModuleList([Adapted() for _ in range(5)])
+        for block in self.blocks[:2]:
+            block.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def main() -> None:
+    for raw in json.loads(Path(sys.argv[1]).read_text()):
+        check(raw)
+
+
+def check(raw: dict[str, Any]) -> None:
+    """Compare the bytes of a step with those of its plan."""
+    micro_batches = raw["gradient_accumulation_steps"]
+    config = load_config(raw, {})
+    with torch.device("meta"):
+        layout = lay_out(Tower(), config, World(ranks=RANKS))
+    memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    planned = find_traffic(layout, memory, micro_batches, 1.0, is_cpu=True)
+    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
+    with engine:
+        for _ in range(STEPS * micro_batches):
+            engine.backward(engine(torch.randn(4, WIDTH)))
+            engine.step()
+        engine.wait_for_commit()
+        report = engine.step_report()
+    assert report is not None
+    found = {name: report.bytes[name] for name in ("collectives", "store_to_trainer", "trainer_to_store")}
+    assert found == {
+        "collectives": planned.collectives,
+        "store_to_trainer": planned.to_rank,
+        "trainer_to_store": planned.from_rank,
+    }, raw
+
+
+if __name__ == "__main__":
+    main()
