@@ -59,8 +59,8 @@ class Traffic:
         returned: the bytes of parameters at home on one rank's device that the store has updated, and that go back.
         boundaries: the bytes of boundaries of activation checkpoints that one rank sends to its store, and gets back.
         spilled_boundaries: the bytes of boundaries that the node's NVMe writes, and reads again.
-        hit: the fraction of passing parameters (those without a home in host memory) that is expected to stay there
-            between two uses.
+        hit: the fraction of the parameters that pass through host memory (those whose home is NVMe, and those at home
+            on a device that the store updates) that is expected to stay there between two uses.
         device_hit: the fraction of the bytes of parameters that a rank reads which it finds on its device.
         states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
             update.
@@ -132,90 +132,121 @@ def find_traffic(
         commits_per_step: the fraction of the steps after which the states on the device are handed to the store.
         copies: the copies of parameters on a rank's device, whose reads move nothing.
     """
-    ranks, several = layout.world.ranks, layout.world.size > 1
-    # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
-    one_sided = is_cpu and layout.world.nodes == 1
-    calls = to_rank = from_rank = collectives = read = put = updated = on_device = gradients = mapped = copied = (
-        returned
-    ) = 0
+    ranks = layout.world.ranks
+    rules = _Rules(
+        several=layout.world.size > 1,
+        is_cpu=is_cpu,
+        # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
+        one_sided=is_cpu and layout.world.nodes == 1,
+    )
     need = memory.store
-    hit = _part(memory.free_host_budget, need.passing_bytes)
     # A unit is gathered whole: its frozen groups come again in the backward pass beside those that are trained.
     reads = Counter(unit.fqn for unit in reads_of_pass(layout.units))
-    for uses, planned in (
-        (micro_batches * reads[unit.fqn], planned) for unit in layout.units for planned in unit.groups
-    ):
-        group, placement = planned.group, planned.placement
-        part, whole = group.slot_table.partition_numel, group.slot_table.numel
-        in_store = placement.optimizer is not Home.DEVICE
-        if placement.residence is Residence.SHARDED:
-            reads_all = one_sided and placement.parameters is not Home.DEVICE
-            leased = _leases(planned, uses, one_sided=one_sided) * (
-                group.whole_bytes if reads_all else group.partition_bytes
-            )
-            to_rank += int(leased * (1.0 - copies.hit))
-            # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
-            may_map = reads_all and (placement.parameters is Home.HOST or not several)
-            mapped += leased if may_map else 0
-            copied += leased if is_cpu and not may_map else 0
-            collectives += uses * group.whole_bytes if several and not reads_all else 0
-            calls += uses if several and not reads_all else 0
-        if not group.trainable:
-            continue
-        gradient = group.gradient_dtype.itemsize
-        gradients += part * gradient
-        collectives += whole * gradient if several else 0
-        calls += 1 if several else 0
-        if in_store:
-            updated += part
-            from_rank += part * gradient
-            if placement.parameters is Home.DEVICE:
-                to_rank += group.partition_bytes
-                returned += group.partition_bytes
-                collectives += group.whole_bytes if several else 0
-                calls += 1 if several else 0
-            if placement.optimizer is Home.NVME:
-                read += _state_bytes_read(planned)
-        else:
-            replicated = placement.residence is Residence.REPLICATED
-            on_device += whole if replicated else part
-            if several and not replicated:
-                collectives += group.whole_bytes
-                calls += 1
-            put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
-    fetched = (1.0 - hit) * (1.0 - copies.hit)
-    passing = int(2 * micro_batches * need.passing_bytes * fetched) if layout.residence is Residence.SHARDED else 0
+    total: Counter[str] = Counter()
+    for unit in layout.units:
+        for planned in unit.groups:
+            if planned.placement.residence is Residence.SHARDED:
+                total.update(_gathered(planned, micro_batches * reads[unit.fqn], rules))
+            if planned.group.trainable:
+                total.update(_trained(planned, rules))
+    put, boundaries = total["put"], sum(memory.boundaries) * micro_batches
+    # Parameters at home on the device pass through host memory only if the store updates them, once in a step.
+    through = ranks * (total["returned"] + sum(p.group.partition_bytes for p in layout.groups if _is_read_from_nvme(p)))
+    hit = _part(memory.free_host_budget, through)
+    fetched = int(ranks * (total["passing"] * (1.0 - copies.hit) + total["returned"]) * (1.0 - hit))
     # An update makes a host copy of each state for which the host budget has room, and the next update works on that
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
-    states_hit = _part(max(0, memory.free_host_budget - need.passing_bytes), read * ranks)
+    states = total["states"] * ranks
+    states_hit = _part(max(0, memory.free_host_budget - through), states)
     # The gradients that do not fit are written after each micro-batch, and read for the next one or for the update. No
     # more of them stay in host memory than the admission counts, because parameters take the rest.
     # Boundaries that do not fit are written in each forward, and read in its backward pass.
     gradients_spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
+    gradients_spilled = gradients_spilled * total["spilling"] // max(1, total["gradients"])
     spilled = (gradients_spilled + need.spilled_boundary_bytes) * micro_batches
-    boundaries = sum(memory.boundaries) * micro_batches
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
-        to_rank=to_rank + boundaries,
-        from_rank=from_rank + int(put * commits_per_step) + boundaries,
-        collectives=collectives,
-        collective_calls=calls,
-        nvme_read=int(read * ranks * (1.0 - states_hit)) + passing + spilled,
+        to_rank=int(total["leased"] * (1.0 - copies.hit)) + total["returned"] + boundaries,
+        from_rank=total["sent"] + int(put * commits_per_step) + boundaries,
+        collectives=total["collectives"],
+        collective_calls=total["calls"],
+        nvme_read=int(states * (1.0 - states_hit)) + fetched + spilled,
         nvme_written=spilled + (need.updated_bytes if stored else int(put * ranks * commits_per_step)),
-        updated=updated * ranks,
-        updated_on_device=on_device,
+        updated=total["updated"] * ranks,
+        updated_on_device=total["on_device"],
         put=int(put * commits_per_step),
-        gradients=gradients,
-        mapped=mapped,
-        copied=copied,
-        returned=returned,
+        gradients=total["gradients"],
+        mapped=total["mapped"],
+        copied=total["copied"],
+        returned=total["returned"],
         boundaries=boundaries,
         spilled_boundaries=need.spilled_boundary_bytes * micro_batches,
         hit=hit,
         device_hit=copies.hit,
         states_hit=states_hit,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """The rules by which all groups of a job move.
+
+    Attributes:
+        several: whether the job has several ranks.
+        is_cpu: whether ranks compute on the CPU.
+        one_sided: whether ranks read the partitions of all ranks in their store's memory.
+    """
+
+    several: bool
+    is_cpu: bool
+    one_sided: bool
+
+
+def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
+    """Return the bytes that the parameters of a sharded group move in a step with this number of uses, for one rank."""
+    group, home = planned.group, planned.placement.parameters
+    reads_all = rules.one_sided and home is not Home.DEVICE
+    # On the device a group is not leased. In host memory it is mapped without taking further memory, so its lease lasts
+    # until the step ends.
+    leases = 0 if home is Home.DEVICE else 1 if rules.one_sided and home is Home.HOST else uses
+    leased = leases * (group.whole_bytes if reads_all else group.partition_bytes)
+    # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
+    may_map = reads_all and (home is Home.HOST or not rules.several)
+    gathers = uses if rules.several and not reads_all else 0
+    return {
+        "leased": leased,
+        "passing": uses * group.partition_bytes if home is Home.NVME else 0,
+        "mapped": leased if may_map else 0,
+        "copied": leased if rules.is_cpu and not may_map else 0,
+        "collectives": gathers * group.whole_bytes,
+        "calls": gathers,
+    }
+
+
+def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
+    """Return the bytes and elements of one rank that a step moves for the gradient and the update of a group."""
+    group, placement = planned.group, planned.placement
+    part, whole = group.slot_table.partition_numel, group.slot_table.numel
+    gradient = part * group.gradient_dtype.itemsize
+    replicated = placement.residence is Residence.REPLICATED
+    in_store = placement.optimizer is not Home.DEVICE
+    returns = in_store and placement.parameters is Home.DEVICE
+    refills = rules.several and (returns or (not in_store and not replicated))
+    return {
+        "gradients": gradient,
+        # A gradient at home on the device gets memory of the store only for its update.
+        "spilling": gradient if placement.gradients is not Home.DEVICE else 0,
+        "collectives": (whole * group.gradient_dtype.itemsize if rules.several else 0)
+        + (group.whole_bytes if refills else 0),
+        "calls": int(rules.several) + int(refills),
+        "sent": gradient if in_store else 0,
+        "returned": group.partition_bytes if returns else 0,
+        "updated": part if in_store else 0,
+        "states": _state_bytes_read(planned) if placement.optimizer is Home.NVME else 0,
+        "on_device": 0 if in_store else whole if replicated else part,
+        "put": 0 if in_store else sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part,
+    }
 
 
 def _state_bytes_read(planned: PlannedGroup) -> int:
@@ -225,17 +256,9 @@ def _state_bytes_read(planned: PlannedGroup) -> int:
     return 4 * (len(group.state_kinds) + int(has_weight)) * group.slot_table.partition_numel
 
 
-def _leases(planned: PlannedGroup, uses: int, *, one_sided: bool) -> int:
-    """Return how often a rank leases the parameters of a sharded group in a step with this number of uses.
-
-    With `one_sided`, ranks read the partitions of all ranks in their store's memory.
-    """
-    home = planned.placement.parameters
-    if home is Home.DEVICE:
-        return 0
-    # Parameters whose home is host memory are mapped without taking further memory, so their lease lasts until the
-    # step ends.
-    return 1 if one_sided and home is Home.HOST else uses
+def _is_read_from_nvme(planned: PlannedGroup) -> bool:
+    """Return whether the store reads the group's parameters from NVMe whenever they are not in host memory."""
+    return planned.placement.residence is Residence.SHARDED and planned.placement.parameters is Home.NVME
 
 
 def _part(room: int, nbytes: int) -> float:

@@ -169,6 +169,55 @@ def test_frozen_weights_are_gathered_again_with_what_is_trained_and_never_writte
     assert found["store"]["written_bytes"] == 2 * 6 * weight + 2 * 4 * weight
 
 
+class Wide(nn.Module):
+    """Blocks of 8 MiB in fp32 each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(256, 4096, bias=False), nn.Linear(4096, 256, bias=False)) for _ in range(12)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden.square().mean()
+
+
+def wide(stage: int, homes: tuple[Any, Any], micro_batches: int = 1, **section: Any) -> dict[str, Any]:
+    """Return a config for a Wide in fp32."""
+    placement = {"parameters": homes[0], "optimizer": homes[1]}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+        "paramserver": {"placement": placement, "nvme_budget": "4GiB", **section},
+    }
+
+
+@pytest.mark.parametrize("homes", [("device", "device"), ("device", "nvme")], ids=str)
+def test_parameters_at_home_on_the_device_are_read_only_after_an_update_of_the_store(
+    tmp_path: Path, homes: tuple[str, str]
+) -> None:
+    ranks, weights = "--nproc-per-node 2 --collective 10GB", 12 * (8 << 20)
+    least = planned_of(tmp_path, "Wide", ranks, wide(3, homes))["store"]["least_host_budget"]
+
+    small = planned_of(tmp_path, "Wide", ranks, wide(3, homes, micro_batches=8, host_budget=least))
+    large = planned_of(tmp_path, "Wide", ranks, wide(3, homes, micro_batches=8, host_budget="2GiB"))
+
+    scarce, ample = (found["step"]["traffic"] for found in (small, large))
+    assert small["store"]["spilled_gradient_bytes"] == weights and not large["store"]["spilled_gradient_bytes"]
+    assert ample["nvme_read"] == 0
+    if homes[1] == "device":
+        assert (scarce["to_rank"], scarce["nvme_read"], scarce["hit"]) == (0, 0, 1.0)
+        assert scarce["nvme_written"] == 3 * weights
+    else:
+        # Weights are read for the update, with two states, and once more for the devices.
+        assert scarce["to_rank"] == scarce["returned"] == weights // 2
+        reads = scarce["nvme_read"] - (scarce["nvme_written"] - ample["nvme_written"])
+        assert reads == pytest.approx(3 * weights * (1 - scarce["states_hit"]) + weights * (1 - scarce["hit"]), abs=16)
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
