@@ -122,7 +122,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies)
     every = durable_every_steps(parse_durability(config.paramserver.durability))
     commits = 1 / every if every else 0.0
-    traffic = find_traffic(layout, memory, batch.accumulation, commits, copies, is_cpu=is_cpu)
+    traffic = find_traffic(layout, memory, config, batch.accumulation, commits, copies, is_cpu=is_cpu)
     time = predict(
         layout,
         traffic,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer_client.config.home import Home
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
 from trainer_client.plan.layout import Layout, PlannedGroup
@@ -20,6 +21,7 @@ from trainer_client.plan.memory import MemoryPlan
 from trainer_client.plan.nodes import UPDATE_BYTES
 from trainer_client.recorder import Link
 from trainer_client.report.step_report import COMPUTE, NVME_READ, NVME_WRITTEN
+from trainer_client.step.gradients import ReductionSchedule
 
 STORE_LINK = "store_link"
 COLLECTIVES = Link.COLLECTIVES.value
@@ -54,6 +56,7 @@ class Traffic:
         put: the bytes of states on one rank's device that the rank hands to the store, which writes them before it
             answers.
         gradients: the bytes of one rank's part of the gradients.
+        sums: how often a step adds to that part.
         mapped: the bytes of parameters that one rank maps from its store's memory.
         copied: the bytes of parameters that one rank copies out of its store's memory, because it must not map them.
         returned: the bytes of parameters at home on one rank's device that the store has updated, and that go back.
@@ -76,6 +79,7 @@ class Traffic:
     updated_on_device: int
     put: int
     gradients: int
+    sums: int
     mapped: int
     copied: int
     returned: int
@@ -120,6 +124,7 @@ class StepTime:
 def find_traffic(
     layout: Layout,
     memory: MemoryPlan,
+    config: TrainingConfig,
     micro_batches: int,
     commits_per_step: float,
     copies: PlannedCopies = NO_COPIES,
@@ -138,6 +143,7 @@ def find_traffic(
         is_cpu=is_cpu,
         # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
         one_sided=is_cpu and layout.world.nodes == 1,
+        reductions=micro_batches if ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH else 1,
     )
     need = memory.store
     # A unit is gathered whole: its frozen groups come again in the backward pass beside those that are trained.
@@ -159,12 +165,14 @@ def find_traffic(
     # because the next use of parameters is known.
     states = total["states"] * ranks
     states_hit = _part(max(0, memory.free_host_budget - through), states)
-    # The gradients that do not fit are written after each micro-batch, and read for the next one or for the update. No
-    # more of them stay in host memory than the admission counts, because parameters take the rest.
+    # On the CPU, the gradients that do not fit are written after each micro-batch, and read for the next one or for the
+    # update. On a GPU their sums stay there until the last micro-batch (step/gradients.py). No more of them stay in
+    # host memory than the admission counts, because parameters take the rest.
     # Boundaries that do not fit are written in each forward, and read in its backward pass.
     gradients_spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
     gradients_spilled = gradients_spilled * total["spilling"] // max(1, total["gradients"])
-    spilled = (gradients_spilled + need.spilled_boundary_bytes) * micro_batches
+    spilled_boundaries = need.spilled_boundary_bytes * micro_batches
+    spilled = gradients_spilled * (micro_batches if is_cpu else 1) + spilled_boundaries
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
         to_rank=int(total["leased"] * (1.0 - copies.hit)) + total["returned"] + boundaries,
@@ -177,11 +185,12 @@ def find_traffic(
         updated_on_device=total["on_device"],
         put=int(put * commits_per_step),
         gradients=total["gradients"],
+        sums=rules.reductions if rules.several else micro_batches,
         mapped=total["mapped"],
         copied=total["copied"],
         returned=total["returned"],
         boundaries=boundaries,
-        spilled_boundaries=need.spilled_boundary_bytes * micro_batches,
+        spilled_boundaries=spilled_boundaries,
         hit=hit,
         device_hit=copies.hit,
         states_hit=states_hit,
@@ -196,11 +205,13 @@ class _Rules:
         several: whether the job has several ranks.
         is_cpu: whether ranks compute on the CPU.
         one_sided: whether ranks read the partitions of all ranks in their store's memory.
+        reductions: how often a step reduces each gradient over the ranks.
     """
 
     several: bool
     is_cpu: bool
     one_sided: bool
+    reductions: int
 
 
 def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
@@ -232,14 +243,17 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
     replicated = placement.residence is Residence.REPLICATED
     in_store = placement.optimizer is not Home.DEVICE
     returns = in_store and placement.parameters is Home.DEVICE
-    refills = rules.several and (returns or (not in_store and not replicated))
+    reductions = rules.reductions if rules.several else 0
+    # Ranks that keep the whole parameters gather them after the update. Where they keep the whole states, too, they
+    # gather the gradient before it instead.
+    refills = rules.several and placement.residence is not Residence.SHARDED
+    refilled = whole * group.gradient_dtype.itemsize if replicated else group.whole_bytes
     return {
         "gradients": gradient,
         # A gradient at home on the device gets memory of the store only for its update.
         "spilling": gradient if placement.gradients is not Home.DEVICE else 0,
-        "collectives": (whole * group.gradient_dtype.itemsize if rules.several else 0)
-        + (group.whole_bytes if refills else 0),
-        "calls": int(rules.several) + int(refills),
+        "collectives": reductions * whole * group.reduction_dtype.itemsize + (refilled if refills else 0),
+        "calls": reductions + int(refills),
         "sent": gradient if in_store else 0,
         "returned": group.partition_bytes if returns else 0,
         "updated": part if in_store else 0,
@@ -295,8 +309,8 @@ def predict(
         devices: the number of the daemon's data files, each on a device and with threads of its own.
     """
     ranks = layout.world.ranks
-    # A gradient is copied, checked for infinities, and read once more for its norm.
-    passes = 3 * traffic.gradients + traffic.put + traffic.returned + traffic.boundaries
+    # A gradient is copied or added in each sum, and at last checked for infinities and read once more for its norm.
+    passes = (traffic.sums + 2) * traffic.gradients + traffic.put + traffic.returned + traffic.boundaries
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
     updating, checking = traffic.updated / rates.update, moved * _CHECKING_SECONDS_PER_BYTE

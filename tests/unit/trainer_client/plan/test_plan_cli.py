@@ -218,6 +218,37 @@ def test_parameters_at_home_on_the_device_are_read_only_after_an_update_of_the_s
         assert reads == pytest.approx(3 * weights * (1 - scarce["states_hit"]) + weights * (1 - scarce["hit"]), abs=16)
 
 
+@pytest.mark.parametrize(
+    ("stage", "key", "reductions"), [(1, {}, 1), (2, {}, 4), (2, {"communication_data_type": "bf16"}, 4)], ids=str
+)
+def test_each_micro_batch_of_a_stage_that_shards_gradients_reduces_them(
+    tmp_path: Path, stage: int, key: dict[str, str], reductions: int
+) -> None:
+    config = wide(stage, ("device", "host"), micro_batches=4, host_budget="1GiB") | key
+
+    traffic = planned_of(tmp_path, "Wide", "--nproc-per-node 2 --collective 10GB", config)["step"]["traffic"]
+
+    weights = 12 * (8 << 20)
+    # The parameters are gathered once, after the update. The root has none here.
+    assert traffic["collectives"] == reductions * (weights // 2 if key else weights) + weights
+    assert traffic["collective_calls"] == (reductions + 1) * 12
+
+
+def test_sums_of_gradients_stay_on_a_gpu_until_the_last_micro_batch(tmp_path: Path) -> None:
+    least = planned_of(tmp_path, "Wide", "", wide(3, ("nvme", "host")))["store"]["least_host_budget"]
+
+    def spilled(micro_batches: int, options: str) -> int:
+        config = wide(3, ("nvme", "host"), micro_batches, host_budget=least)
+        found = planned_of(tmp_path, "Wide", options, config)
+        nbytes: int = found["step"]["traffic"]["nvme_written"] - found["store"]["updated_bytes"]
+        return nbytes
+
+    once = spilled(1, "")
+    assert once > 0
+    assert spilled(4, "") == once
+    assert spilled(4, "--device cpu") == 4 * once
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
