@@ -83,6 +83,7 @@ def find_need(
         version_bytes=tally.paged_bytes,
         written_bytes=tally.by_backing[TierName.NVME],
         updated_bytes=updated[TierName.NVME],
+        volatile_bytes=updated[None],
         nvme_bytes=nvme + (host.all_gradient_bytes if reserves_gradients else 0) + (sum(sizes) if spills else 0),
     )
 

@@ -32,6 +32,7 @@ class StoreNeed:
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
         updated_bytes: bytes of those of them that an update replaces: the slabs of groups that have a gradient.
+        volatile_bytes: bytes of the other slabs of these groups, which are only in host memory between two snapshots.
         nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job, for spilled gradients, and for
             boundaries if some are spilled.
     """
@@ -51,6 +52,7 @@ class StoreNeed:
     version_bytes: int
     written_bytes: int
     updated_bytes: int
+    volatile_bytes: int
     nvme_bytes: int
 
     @property

@@ -119,7 +119,7 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     layout, _ = planned(tmp_path, raw)
     loaded = load_config(raw, {})
     memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
-    traffic = find_traffic(layout, memory, loaded, 1, 1.0, is_cpu=True)
+    traffic = find_traffic(layout, memory, loaded, 1, is_cpu=True)
 
     engine, *_ = trainer_client.initialize(model=model(), config=raw)
     with engine:
@@ -200,7 +200,7 @@ def with_boundaries(
         layout = lay_out(Tower(), loaded, World(ranks=1))
     rehearsed = rehearse(Tower, lambda _: {"tokens": torch.zeros(TOKENS, WIDTH)}, None, OffloadRule.of(loaded))
     memory = plan_memory("cpu", layout, loaded, rehearsed, find_need)
-    return raw, memory, find_traffic(layout, memory, loaded, 1, 1.0, is_cpu=True), rehearsed
+    return raw, memory, find_traffic(layout, memory, loaded, 1, is_cpu=True), rehearsed
 
 
 @pytest.mark.parametrize(

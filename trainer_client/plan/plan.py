@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from paramserver.contract.device_reads import FindHits
-from paramserver.contract.durability import durable_every_steps, parse_durability
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
@@ -120,9 +119,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     if not is_cpu:
         copies = plan_copies(layout, int(config.paramserver.gpu_budget), batch.accumulation, job.find_hits)
     memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies)
-    every = durable_every_steps(parse_durability(config.paramserver.durability))
-    commits = 1 / every if every else 0.0
-    traffic = find_traffic(layout, memory, config, batch.accumulation, commits, copies, is_cpu=is_cpu)
+    traffic = find_traffic(layout, memory, config, batch.accumulation, copies, is_cpu=is_cpu)
     time = predict(
         layout,
         traffic,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
@@ -63,7 +64,7 @@ class Traffic:
         boundaries: the bytes of boundaries of activation checkpoints that one rank sends to its store, and gets back.
         spilled_boundaries: the bytes of boundaries that the node's NVMe writes, and reads again.
         hit: the fraction of the parameters that pass through host memory (those whose home is NVMe, and those at home
-            on a device that the store updates) that is expected to stay there between two uses.
+            on a device with states on NVMe) that is expected to stay there between two uses.
         device_hit: the fraction of the bytes of parameters that a rank reads which it finds on its device.
         states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
             update.
@@ -126,15 +127,13 @@ def find_traffic(
     memory: MemoryPlan,
     config: TrainingConfig,
     micro_batches: int,
-    commits_per_step: float,
     copies: PlannedCopies = NO_COPIES,
     *,
     is_cpu: bool,
 ) -> Traffic:
-    """Return the bytes that a step of `micro_batches` moves.
+    """Return the bytes that a step of `micro_batches` moves, on average.
 
     Args:
-        commits_per_step: the fraction of the steps after which the states on the device are handed to the store.
         copies: the copies of parameters on a rank's device, whose reads move nothing.
     """
     ranks = layout.world.ranks
@@ -155,11 +154,18 @@ def find_traffic(
                 total.update(_gathered(planned, micro_batches * reads[unit.fqn], rules))
             if planned.group.trainable:
                 total.update(_trained(planned, rules))
-    put, boundaries = total["put"], sum(memory.boundaries) * micro_batches
-    # Parameters at home on the device pass through host memory only if the store updates them, once in a step.
-    through = ranks * (total["returned"] + sum(p.group.partition_bytes for p in layout.groups if _is_read_from_nvme(p)))
+    # If any update changes bytes in the store, each step is committed, with the states that are newer on the device.
+    # Else only those steps are committed that the durability class asks for (run/commits.py).
+    every = durable_every_steps(parse_durability(config.paramserver.durability))
+    in_store = any(_is_in_store(planned) for planned in layout.groups)
+    put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
+    written = need.updated_bytes + (need.volatile_bytes // every if every else 0) if in_store else put * ranks
+    boundaries = sum(memory.boundaries) * micro_batches
+    # Parameters at home on the device pass through host memory only if the store updates them, once in a step. They are
+    # kept with their states, so those with states in host memory are there already.
+    through = ranks * (total["reread"] + sum(p.group.partition_bytes for p in layout.groups if _is_read_from_nvme(p)))
     hit = _part(memory.free_host_budget, through)
-    fetched = int(ranks * (total["passing"] * (1.0 - copies.hit) + total["returned"]) * (1.0 - hit))
+    fetched = int(ranks * (total["passing"] * (1.0 - copies.hit) + total["reread"]) * (1.0 - hit))
     # An update makes a host copy of each state for which the host budget has room, and the next update works on that
     # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
     # because the next use of parameters is known.
@@ -173,17 +179,16 @@ def find_traffic(
     gradients_spilled = gradients_spilled * total["spilling"] // max(1, total["gradients"])
     spilled_boundaries = need.spilled_boundary_bytes * micro_batches
     spilled = gradients_spilled * (micro_batches if is_cpu else 1) + spilled_boundaries
-    stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
         to_rank=int(total["leased"] * (1.0 - copies.hit)) + total["returned"] + boundaries,
-        from_rank=total["sent"] + int(put * commits_per_step) + boundaries,
+        from_rank=total["sent"] + put + boundaries,
         collectives=total["collectives"],
         collective_calls=total["calls"],
         nvme_read=int(states * (1.0 - states_hit)) + fetched + spilled,
-        nvme_written=spilled + (need.updated_bytes if stored else int(put * ranks * commits_per_step)),
+        nvme_written=spilled + written,
         updated=total["updated"] * ranks,
         updated_on_device=total["on_device"],
-        put=int(put * commits_per_step),
+        put=put,
         gradients=total["gradients"],
         sums=rules.reductions if rules.several else micro_batches,
         mapped=total["mapped"],
@@ -256,11 +261,18 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
         "calls": reductions + int(refills),
         "sent": gradient if in_store else 0,
         "returned": group.partition_bytes if returns else 0,
+        "reread": group.partition_bytes if returns and placement.optimizer is Home.NVME else 0,
         "updated": part if in_store else 0,
         "states": _state_bytes_read(planned) if placement.optimizer is Home.NVME else 0,
         "on_device": 0 if in_store else whole if replicated else part,
         "put": 0 if in_store else sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part,
     }
+
+
+def _is_in_store(planned: PlannedGroup) -> bool:
+    """Return whether an update of the group changes bytes in the store (see PlacedStates.is_in_store)."""
+    on_device = planned.placement.parameters is Home.DEVICE and planned.placement.optimizer is Home.DEVICE
+    return planned.group.trainable and not on_device
 
 
 def _state_bytes_read(planned: PlannedGroup) -> int:

@@ -71,7 +71,7 @@ def check(raw: dict[str, Any]) -> None:
     with torch.device("meta"):
         layout = lay_out(Tower(), config, World(ranks=RANKS))
     memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
-    planned = find_traffic(layout, memory, config, micro_batches, 1.0, is_cpu=True)
+    planned = find_traffic(layout, memory, config, micro_batches, is_cpu=True)
     engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
     with engine:
         for _ in range(STEPS * micro_batches):

@@ -195,7 +195,7 @@ def wide(stage: int, homes: tuple[Any, Any], micro_batches: int = 1, **section: 
     }
 
 
-@pytest.mark.parametrize("homes", [("device", "device"), ("device", "nvme")], ids=str)
+@pytest.mark.parametrize("homes", [("device", "device"), ("device", "host"), ("device", "nvme")], ids=str)
 def test_parameters_at_home_on_the_device_are_read_only_after_an_update_of_the_store(
     tmp_path: Path, homes: tuple[str, str]
 ) -> None:
@@ -211,6 +211,9 @@ def test_parameters_at_home_on_the_device_are_read_only_after_an_update_of_the_s
     if homes[1] == "device":
         assert (scarce["to_rank"], scarce["nvme_read"], scarce["hit"]) == (0, 0, 1.0)
         assert scarce["nvme_written"] == 3 * weights
+    elif homes[1] == "host":
+        # Weights are kept with their states.
+        assert scarce["nvme_read"] == scarce["nvme_written"] - ample["nvme_written"] > 0
     else:
         # Weights are read for the update, with two states, and once more for the devices.
         assert scarce["to_rank"] == scarce["returned"] == weights // 2
@@ -247,6 +250,36 @@ def test_sums_of_gradients_stay_on_a_gpu_until_the_last_micro_batch(tmp_path: Pa
     assert once > 0
     assert spilled(4, "") == once
     assert spilled(4, "--device cpu") == 4 * once
+
+
+@pytest.mark.parametrize(
+    ("homes", "durability", "put", "written"),
+    [
+        # Fractions of the weights, of which the states have two more.
+        (("host", "host"), "step", 0, 3),
+        (("host", "host"), "snapshot:3", 0, 1),
+        (("host", "host"), "none", 0, 0),
+        # The states of the device are handed over in each step, because the weights are in the store.
+        (("host", "device"), "snapshot:3", 3, 2 + 1 / 3),
+        (("host", "device"), "none", 3, 2),
+        # Nothing changes in the store by an update, so that only the commits that are asked for are made.
+        (("device", "device"), "snapshot:3", 1, 1),
+        (("device", "device"), "none", 0, 0),
+        # A half of the groups is updated in the store, so that each step is committed with the other half.
+        (("device", {"device": 0.5, "host": 0.5}), "snapshot:3", 1.5, 1.5 + 1.5 / 3),
+    ],
+    ids=str,
+)
+def test_commits_hand_over_and_write_what_their_durability_asks_for(
+    tmp_path: Path, homes: tuple[Any, Any], durability: str, put: float, written: float
+) -> None:
+    config = wide(3, homes, host_budget="1GiB", durability=durability)
+
+    traffic = planned_of(tmp_path, "Wide", "", config)["step"]["traffic"]
+
+    weights = 12 * (8 << 20)
+    assert traffic["put"] == pytest.approx(put * weights)
+    assert traffic["nvme_written"] == pytest.approx(written * weights)
 
 
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
