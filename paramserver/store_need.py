@@ -78,6 +78,7 @@ def find_need(
         units=host.units,
         buffer_bytes=buffers,
         header_bytes=header,
+        spare_bytes=max(0, host.spare_without_spilling(host_budget, header + buffers)),
         passing_bytes=sum(tally.passing),
         least_host_budget=host_budget_for(header + host.total + one_of_each_rank),
         version_bytes=tally.paged_bytes,

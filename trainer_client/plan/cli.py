@@ -302,6 +302,7 @@ def _with_rates(
             threads=threads,
             directory=directory,
             device=job.device,
+            optimizer_threads=job.optimizer_threads,
         )
         rates_from = "measured here, with all ranks of a node at once, where they are not given"
 

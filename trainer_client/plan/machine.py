@@ -25,6 +25,8 @@ class Rates:
         nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does nothing else.
         nvme_both: bytes each way, if it reads and writes the same number of bytes at the same time.
         update: elements that one thread of the store updates with AdamW.
+        update_limit: elements that all threads of the store together approach, because host memory bounds them, where
+            all states are there; None: not known.
         device_update: elements that a rank updates with AdamW on its device, or on all its threads; None: not known.
         collective: bytes of a whole buffer that a rank gathers from all ranks; None: there is one rank.
         collective_latency: the seconds of a collective besides those of its bytes.
@@ -42,6 +44,7 @@ class Rates:
     collective: float | None
     collective_latency: float = 0.0
     host_memory: float | None = None
+    update_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

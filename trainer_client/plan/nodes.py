@@ -22,12 +22,14 @@ _MEMORY_REACHED = 0.7
 # The seconds of NCCL's ring before its first byte, for each step within a node, and for each step between nodes, as
 # NCCL's own table for the choice of an algorithm has them (src/graph/tuning.cc: ring, simple protocol).
 _RING_BASE, _RING_IN_NODE, _RING_BETWEEN_NODES = 8.4e-6, 3.4e-6, 14.0e-6
-# The elements that one thread of a daemon updates in a second: AdamW of 151 million parameters in 0.24 s of a CPU, as
-# measured in huge pages (storage/syscalls.py).
-_STORE_UPDATE = 151e6 / 0.24
+# The elements that one thread of a daemon updates in a second with AdamW, as measured on the machine of an H200.
+_STORE_UPDATE = 0.41e9
 # The bytes of an element that an update of AdamW moves in memory: three fp32 states are read and written, a gradient of
 # 16 bits is read and a parameter of 16 bits is written.
 UPDATE_BYTES = 28
+# Those of an update by the store whose states are all in host memory. Its parts are too large for a processor's cache:
+# the gradient is written and read again in fp32, and so is the new weight for its rounding (storage/transform.py).
+UPDATE_BYTES_IN_MEMORY = 44
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Node:
         gpu_link: peak between one GPU and the others of the node.
         network: rate that collectives were seen to reach on one network interface.
         host_memory, host_rate: bytes of host memory, and its peak rate.
+        update_limit: elements that all threads of a store together approach in a second, where all states are in host
+            memory. It is not published, but fits measurements on 16 processors of such a node (docs/plan.md).
         cores: number of processor cores.
         devices: number of NVMe devices; `device_bytes`, `device_read`, `device_write` are of one of them.
     """
@@ -55,6 +59,7 @@ class Node:
     network: float
     host_memory: int
     host_rate: float
+    update_limit: float
     cores: int
     devices: int
     device_bytes: int
@@ -76,6 +81,7 @@ class Node:
             collective=self.collective_rate(world),
             collective_latency=collective_latency(world),
             host_memory=self.host_rate * _MEMORY_REACHED,
+            update_limit=self.update_limit,
         )
 
     def capacities(self) -> Capacities:
@@ -113,6 +119,7 @@ _H100 = Node(
     network=47 * GB,
     host_memory=int(2000 * GB),
     host_rate=2 * 8 * 38.4 * GB,
+    update_limit=8e9,
     cores=112,
     devices=8,
     device_bytes=int(3840 * GB),
@@ -122,7 +129,7 @@ _H100 = Node(
 NODES: Mapping[str, Node] = {
     "h100x8": _H100,
     # The same node with other GPUs, whose processors are those of the H100.
-    "h200x8": replace(_H100, hbm=int(141 * GB), hbm_rate=4800 * GB),
+    "h200x8": replace(_H100, hbm=int(141 * GB), hbm_rate=4800 * GB, update_limit=3.5e9),
 }
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
 from trainer_client.plan.plan import Change, Plan
-from trainer_client.plan.step_time import MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
+from trainer_client.plan.step_time import ASIDE_FACTOR, MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
 from trainer_client.step.recall_depth import MOST_STAYING
 
 GIB = float(1 << 30)
@@ -44,6 +44,13 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
             "(paramserver.gpu_budget), which nothing has to move."
         )
     lines += _about_boundaries(plan)
+    if in_memory := plan.time.traffic.updated_in_memory:
+        aside = plan.time.traffic.updated_aside / in_memory
+        lines.append(
+            "Updates of states in host memory take the time of the threads of the store and, besides, that of host "
+            f"memory, which more threads do not shorten; {aside:.0%} of them begin before the step is voted for "
+            f"(paramserver.early_updates) and take {ASIDE_FACTOR:.1f} times as long."
+        )
     if overhead.per_unit:
         lines.append(
             f"This library's code takes {overhead.per_unit * 1e3:.1f} ms for each unit besides forward and backward, "
@@ -170,9 +177,14 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
             f"has {step['tokens']:,}."
         )
     if found["device"] != "cpu" and step["store_cpu_seconds"]:
+        threads = step["store_threads"]
         console.print(
-            f"The store of a node works for {step['store_cpu_seconds']:.2f} CPU seconds a step. With "
-            f"optimizer_threads of {step['store_threads']} or more its updates are not what binds the step."
+            f"The store of a node works for {step['store_cpu_seconds']:.2f} CPU seconds a step. "
+            + (
+                f"With optimizer_threads of {threads} or more its updates are not what binds the step."
+                if threads
+                else ""
+            )
         )
     if found["best"] is not None:
         console.print(f"The best placement that was found takes {found['best']['seconds']:.3f} s a step:")

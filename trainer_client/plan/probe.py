@@ -24,7 +24,7 @@ from trainer_client.device import CPU, backend_of
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.real_pass import RealPass, pass_seconds
 from trainer_client.plan.rehearsal import Operation, TensorSpec
-from trainer_client.plan.store_probe import StoreUpdate, probe_directory
+from trainer_client.plan.store_probe import StoreUpdate, probe_directory, update_limit
 
 _COPY_BYTES = 64 << 20
 # The elements of the device's update that is timed: fp32 arrays of 64 MiB, larger than the processor's caches.
@@ -88,6 +88,7 @@ def probe(
     threads: int,
     directory: Path,
     device: str,
+    optimizer_threads: int = 1,
 ) -> tuple[Rates, float]:
     """Return the rates of this machine, and the seconds of forward and backward on each rank.
 
@@ -99,6 +100,7 @@ def probe(
         threads: threads of each rank.
         directory: a directory on the device that is to hold the state.
         device: "cpu" or "cuda".
+        optimizer_threads: the daemon's key of this name.
 
     Raises:
         ConfigError: the directory cannot be written to.
@@ -121,6 +123,7 @@ def probe(
         measured = pool.map(measure, tasks, chunksize=1)
     slowest = max(measured, key=lambda one: one.compute_seconds)
     read, write, both = probe_directory(directory)
+    update = min(one.update for one in measured)
     copy = min(one.copy for one in measured)
     collectives = [one.collective for one in measured if one.collective is not None]
     return (
@@ -131,7 +134,8 @@ def probe(
             nvme_read=read,
             nvme_write=write,
             nvme_both=both,
-            update=min(one.update for one in measured),
+            update=update,
+            update_limit=update_limit(dtype, optimizer_threads, update),
             device_update=min(one.device_update for one in measured),
             collective=min(collectives) if collectives else None,
         ),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paramserver.contract.durability import durable_every_steps, parse_durability
+from paramserver.contract.store_need import StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
@@ -19,7 +20,7 @@ from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of
 from trainer_client.plan.layout import Layout, PlannedGroup
 from trainer_client.plan.machine import Overhead, Rates
 from trainer_client.plan.memory import MemoryPlan
-from trainer_client.plan.nodes import UPDATE_BYTES
+from trainer_client.plan.nodes import UPDATE_BYTES, UPDATE_BYTES_IN_MEMORY
 from trainer_client.recorder import Link
 from trainer_client.report.step_report import COMPUTE, NVME_READ, NVME_WRITTEN
 from trainer_client.step.gradients import ReductionSchedule
@@ -39,6 +40,9 @@ STORE_SECONDS_PER_BYTE = 0.15e-9
 _CHECKING_SECONDS_PER_BYTE = 0.085e-9
 # The number of reading and writing threads of a data file.
 _IO_THREADS = 6
+# An update that begins before its step is voted for takes longer by this factor, because its result goes beside the
+# committed bytes. It was measured on the machines of an H100 and an H200 (docs/gpus.md).
+ASIDE_FACTOR = 1 / 0.55
 # The rate at which the kernel handles the page faults of mapped parameters: 3 ms for 25 MB, measured as
 # model/flat_memory.py says.
 MAPPED_BYTES_PER_SECOND = 25e6 / 3e-3
@@ -54,6 +58,9 @@ class Traffic:
         collective_calls: the number of these buffers.
         nvme_read, nvme_written: the bytes that the node's NVMe reads and writes.
         updated: the elements that the node's store updates; `updated_on_device`: those that one rank's device updates.
+        updated_in_memory: those of the store's whose states are all in host memory, and are written nowhere else.
+        updated_aside: those of them whose update begins before the step is voted for, with its result beside the
+            committed bytes.
         put: the bytes of states on one rank's device that the rank hands to the store, which writes them before it
             answers.
         gradients: the bytes of one rank's part of the gradients.
@@ -78,6 +85,8 @@ class Traffic:
     nvme_written: int
     updated: int
     updated_on_device: int
+    updated_in_memory: int
+    updated_aside: int
     put: int
     gradients: int
     sums: int
@@ -104,7 +113,8 @@ class StepTime:
             None: nothing is moved.
         traffic: the bytes that the step moves.
         store_cpu_seconds: the CPU seconds of all threads of one node's store.
-        store_threads: the least number of optimizer threads with which the store's updates bind no step.
+        store_threads: the least number of optimizer threads with which the store's updates bind no step; 0 if they do
+            with any number, because host memory bounds them, or if nothing else takes time.
     """
 
     seconds: float
@@ -160,6 +170,7 @@ def find_traffic(
     in_store = any(_is_in_store(planned) for planned in layout.groups)
     put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
     written = need.updated_bytes + (need.volatile_bytes // every if every else 0) if in_store else put * ranks
+    in_memory = 0 if every == 1 else total["in_memory"] * ranks
     boundaries = sum(memory.boundaries) * micro_batches
     # Parameters at home on the device pass through host memory only if the store updates them, once in a step. They are
     # kept with their states, so those with states in host memory are there already.
@@ -188,6 +199,8 @@ def find_traffic(
         nvme_written=spilled + written,
         updated=total["updated"] * ranks,
         updated_on_device=total["on_device"],
+        updated_in_memory=in_memory,
+        updated_aside=int(in_memory * _aside(memory.store, config)),
         put=put,
         gradients=total["gradients"],
         sums=rules.reductions if rules.several else micro_batches,
@@ -263,10 +276,21 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
         "returned": group.partition_bytes if returns else 0,
         "reread": group.partition_bytes if returns and placement.optimizer is Home.NVME else 0,
         "updated": part if in_store else 0,
+        # Parameters at home on the device are kept with their states.
+        "in_memory": part if Home.NVME not in (placement.parameters, placement.optimizer) and in_store else 0,
         "states": _state_bytes_read(planned) if placement.optimizer is Home.NVME else 0,
         "on_device": 0 if in_store else whole if replicated else part,
         "put": 0 if in_store else sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part,
     }
+
+
+def _aside(need: StoreNeed, config: TrainingConfig) -> float:
+    """Return the fraction of the updates in host memory that begin before their step is voted for.
+
+    Only those do for whose results the host budget has room, and none if gradients are clipped by their norm.
+    """
+    begin_early = config.paramserver.early_updates and not config.gradient_clipping
+    return _part(need.spare_bytes, need.volatile_bytes) if begin_early else 0.0
 
 
 def _is_in_store(planned: PlannedGroup) -> bool:
@@ -325,11 +349,19 @@ def predict(
     passes = (traffic.sums + 2) * traffic.gradients + traffic.put + traffic.returned + traffic.boundaries
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
-    updating, checking = traffic.updated / rates.update, moved * _CHECKING_SECONDS_PER_BYTE
+    # Updates that begin before the vote count as more elements. Threads share the time in which they compute, but not
+    # that in which all of them wait for host memory: the sum of both is nearer to what was measured than the larger
+    # one.
+    longer = traffic.updated_aside * (ASIDE_FACTOR - 1.0)
+    limit = rates.update_limit or (rates.host_memory / UPDATE_BYTES_IN_MEMORY if rates.host_memory else math.inf)
+    waiting = (traffic.updated_in_memory + longer) / limit
+    updating, checking = (traffic.updated + longer) / rates.update, moved * _CHECKING_SECONDS_PER_BYTE
     serving = moved * (STORE_SECONDS_PER_BYTE - _CHECKING_SECONDS_PER_BYTE)
     # The thread that runs the optimizer also checks the bytes that updates read and write.
     optimizer = updating + (checking if traffic.updated else 0.0)
     other = serving + (0.0 if traffic.updated else checking) + overhead.store_per_step
+    # A thread that waits for memory takes its processor, too.
+    busy = optimizer + waiting * optimizer_threads
     resources = {
         COMPUTE: compute_seconds,
         LIBRARY: overhead.per_step,
@@ -337,7 +369,7 @@ def predict(
         NVME_READ: traffic.nvme_read / rates.nvme_read,
         NVME_WRITTEN: traffic.nvme_written / rates.nvme_write,
         "nvme": _nvme_seconds(traffic, rates),
-        STORE_PROCESSOR: max(optimizer / optimizer_threads, other / (_IO_THREADS * devices)),
+        STORE_PROCESSOR: max(optimizer / optimizer_threads + waiting, other / (_IO_THREADS * devices)),
         DEVICE_UPDATE: traffic.updated_on_device / rates.device_update if rates.device_update else 0.0,
         HAND_OVER: traffic.put * ranks / rates.nvme_write,
     }
@@ -350,11 +382,12 @@ def predict(
         resources[STORE_LINK] = link
     if rates.host_memory:
         through = moved + ranks * (traffic.to_rank + traffic.from_rank) + UPDATE_BYTES * traffic.updated
+        through += (UPDATE_BYTES_IN_MEMORY - UPDATE_BYTES) * traffic.updated_in_memory
         resources[HOST_MEMORY] = through / rates.host_memory
     own = [COMPUTE, LIBRARY, COLLECTIVES, DEVICE_UPDATE, HAND_OVER, *([TRAINER_COPIES] if is_cpu else [])]
     serial = sum(resources[name] for name in own) if is_cpu else 0.0
     if is_cpu and not store_has_cores:
-        resources[STORE_PROCESSOR] = delay_by_store(serial, optimizer, other)
+        resources[STORE_PROCESSOR] = delay_by_store(serial, busy, other)
         serial += resources[STORE_PROCESSOR]
     seconds = max(serial, *resources.values())
     hidden = max(resources[name] for name in ("nvme", STORE_LINK, STORE_PROCESSOR, HOST_MEMORY) if name in resources)
@@ -366,8 +399,8 @@ def predict(
         tokens=tokens,
         hiding_tokens=int(tokens * hidden / compute_seconds) if hidden and compute_seconds else None,
         traffic=traffic,
-        store_cpu_seconds=optimizer + other,
-        store_threads=math.ceil(optimizer / others) if others else 0,
+        store_cpu_seconds=busy + other,
+        store_threads=math.ceil(optimizer / (others - waiting)) if others > waiting else 0,
     )
 
 

@@ -46,6 +46,10 @@ _UPDATE_ELEMENTS = 16 << 20
 # The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
 # storage/transform.py).
 _PART_ELEMENTS = 1 << 18
+# Those that it updates at a time where all states are in host memory (PART_ELEMENTS_IN_MEMORY there).
+_PART_ELEMENTS_IN_MEMORY = 1 << 21
+# The number of times that each thread makes its updates while several threads are timed.
+_REPEATS = 3
 
 
 class StoreUpdate:
@@ -55,19 +59,23 @@ class StoreUpdate:
     paramserver/optimizer_kernel.py.
     """
 
-    def __init__(self, dtype: torch.dtype | None, elements: int = _UPDATE_ELEMENTS) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None, elements: int = _UPDATE_ELEMENTS, part_elements: int = _PART_ELEMENTS
+    ) -> None:
         """Allocate the states.
 
         Args:
             dtype: the dtype of gradients and parameters if it is not fp32, so that there is a master weight.
             elements: number of elements, a multiple of the parts.
+            part_elements: number of elements of a part.
         """
+        self._part_elements = part_elements
         self.elements = elements
         self.weight, self.first, self.second = (_floats(elements, torch.float32) for _ in range(3))
         self.second.abs_()
         self.gradient = _floats(elements, dtype or torch.float32)
         self.rounded = None if dtype in (None, torch.float32) else _floats(elements, dtype or torch.float32)
-        self._scratch = torch.empty(_PART_ELEMENTS)
+        self._scratch = torch.empty(part_elements)
         self._row = HyperParameters(
             adamw=pb.AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, update_count=10)
         )
@@ -75,8 +83,8 @@ class StoreUpdate:
     @torch.no_grad()
     def __call__(self) -> None:
         """Update all elements once, on the threads that torch computes with."""
-        for start in range(0, self.elements, _PART_ELEMENTS):
-            part = slice(start, start + _PART_ELEMENTS)
+        for start in range(0, self.elements, self._part_elements):
+            part = slice(start, start + self._part_elements)
             weight = self.weight[part]
             self._scratch.copy_(self.gradient[part])
             update_shards(
@@ -90,6 +98,42 @@ class StoreUpdate:
             )
             if self.rounded is not None:
                 self.rounded[part].copy_(weight)
+
+
+def update_limit(
+    dtype: torch.dtype | None, threads: int, alone: float, part_elements: int = _PART_ELEMENTS_IN_MEMORY
+) -> float | None:
+    """Return the elements a second that all threads together approach, because host memory bounds them.
+
+    The threads update states in host memory at once, as those of a daemon do. Their time for an element is taken as
+    that of one thread, divided by the threads, and that of this limit.
+
+    Args:
+        dtype: see StoreUpdate.
+        threads: the number of threads.
+        alone: the elements that one thread updates in a second, if its parts stay in a cache.
+        part_elements: number of elements that a thread updates at a time.
+
+    Returns:
+        The limit, or None if memory does not bound so few threads.
+    """
+    # Each thread has two parts, so that none of its bytes stays in a cache until the thread comes back to it.
+    updates = [StoreUpdate(dtype, 2 * part_elements, part_elements) for _ in range(threads)]
+
+    def repeat(update: StoreUpdate) -> None:
+        for _ in range(_REPEATS):
+            update()
+
+    before = torch.get_num_threads()
+    try:
+        # A thread that torch did not make counts its own threads.
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(StoreUpdate.__call__, updates))
+            seconds = _seconds(lambda: list(pool.map(repeat, updates)))
+    finally:
+        torch.set_num_threads(before)
+    each = seconds / (_REPEATS * sum(update.elements for update in updates)) - 1 / (threads * alone)
+    return 1 / each if each > 0 else None
 
 
 def _floats(elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -198,7 +242,7 @@ class _File:
             list(pool.map(part, range(len(buffers))))
 
 
-def _seconds(move: Callable[[], None]) -> float:
+def _seconds(move: Callable[[], object]) -> float:
     began = time.perf_counter()
     move()
     return time.perf_counter() - began

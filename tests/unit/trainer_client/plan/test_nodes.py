@@ -81,13 +81,61 @@ def test_each_resource_is_its_bytes_over_the_published_rate(tmp_path: Path) -> N
     assert resources["nvme_written"] == pytest.approx(store["written_bytes"] / 28e9)
     # The weights, two states and the parameters are written; in this small model whole pages of them are much more.
     assert 14 * found["parameters"] < store["written_bytes"] < 1.2 * 14 * found["parameters"]
-    updating, moved = traffic["updated"] / (151e6 / 0.24), traffic["nvme_read"] + traffic["nvme_written"]
+    updating, moved = traffic["updated"] / 0.41e9, traffic["nvme_read"] + traffic["nvme_written"]
     assert step["store_cpu_seconds"] == pytest.approx(updating + moved * 0.15e-9)
     assert resources["store_processor"] == pytest.approx((updating + moved * 0.085e-9) / 4)
     links = 8 * (traffic["to_rank"] + traffic["from_rank"])
     assert resources["host_memory"] == pytest.approx((moved + links + 28 * traffic["updated"]) / (614.4e9 * 0.7))
     assert resources["compute"] == pytest.approx(step["flops"] / 400e12)
     assert step["seconds"] == max(resources.values())
+
+
+@pytest.mark.parametrize(
+    ("durability", "key", "in_memory", "aside"),
+    [("none", {}, 1, 1), ("snapshot:5", {}, 1, 1), ("none", {"gradient_clipping": 1.0}, 1, 0), ("step", {}, 0, 0)],
+)
+def test_updates_in_host_memory_take_the_time_of_threads_and_of_memory(
+    tmp_path: Path, durability: str, key: dict[str, float], in_memory: int, aside: int
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "paramserver": {"durability": durability},
+        **key,
+    }
+    (tmp_path / "training.json").write_text(json.dumps(config))
+    options = f"--nproc-per-node 1 --host-budget 1GiB --config {tmp_path / 'training.json'} --optimizer-threads"
+
+    few, many = (planned(tmp_path, f"--node h200x8 {options} {threads}")["step"] for threads in (8, 14))
+
+    traffic = few["traffic"]
+    updated = traffic["updated"]
+    assert (traffic["updated_in_memory"], traffic["updated_aside"]) == (in_memory * updated, aside * updated)
+    factor = 1 / 0.55 if aside else 1.0
+    moved = traffic["nvme_read"] + traffic["nvme_written"]
+    for step, threads in ((few, 8), (many, 14)):
+        alone = (factor * updated / 0.41e9 + moved * 0.085e-9) / threads
+        together = in_memory * factor * updated / 3.5e9
+        assert step["resources"]["store_processor"] == pytest.approx(alone + together)
+    through = moved + traffic["to_rank"] + traffic["from_rank"] + (44 if in_memory else 28) * updated
+    assert few["resources"]["host_memory"] == pytest.approx(through / (614.4e9 * 0.7))
+
+
+@pytest.mark.parametrize(
+    ("node", "threads", "measured"),
+    [("h200x8", 8, 1.8e9), ("h200x8", 14, 2.2e9), ("h100x8", 8, 2.7e9), ("h100x8", 16, 3.3e9)],
+)
+def test_the_rate_of_updates_in_host_memory_is_near_to_what_was_measured(
+    node: str, threads: int, measured: float
+) -> None:
+    rates = NODES[node].rates(World(ranks=1))
+    assert rates.update_limit is not None
+
+    rate = 1 / (1 / (threads * rates.update) + 1 / rates.update_limit)
+
+    assert 0.85 < rate / measured < 1.1
 
 
 def test_states_on_the_device_are_updated_at_the_rate_of_its_memory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from trainer_client.errors import ConfigError
 from trainer_client.plan.probe import Task, measure
-from trainer_client.plan.store_probe import StoreUpdate, arena_like, probe_directory
+from trainer_client.plan.store_probe import StoreUpdate, arena_like, probe_directory, update_limit
 
 MIB = 1 << 20
 
@@ -46,6 +46,17 @@ def test_memory_like_an_arenas_begins_at_a_huge_page() -> None:
 
     assert torch.frombuffer(view, dtype=torch.uint8).data_ptr() % (2 * MIB) == 0
     assert bytes(view[-2:]) == b"aa"
+
+
+def test_the_limit_of_updates_adds_the_time_that_memory_takes() -> None:
+    threads, small = torch.get_num_threads(), 1 << 16
+
+    # No thread is faster than a billion billion elements a second, so all of the time is that of memory.
+    limit = update_limit(torch.bfloat16, 2, 1e18, small)
+
+    assert limit is not None and 0 < limit < 1e18
+    assert update_limit(None, 2, 1.0, small) is None
+    assert torch.get_num_threads() == threads
 
 
 def test_the_update_of_the_probe_is_the_stores() -> None:
