@@ -66,8 +66,10 @@ def jobs(build: Callable[[], nn.Module]) -> Iterator[tuple[str, Job]]:
         model = build()
 
     @functools.cache
-    def rehearsed(samples: int, dtype: torch.dtype | None, offload: OffloadRule | None) -> Rehearsal:
-        return rehearse(build, lambda _: make_batch(model, None)(samples, TOKENS), dtype, offload)
+    def rehearsed(
+        samples: int, dtype: torch.dtype | None, offload: OffloadRule | None, autocast_dtype: torch.dtype | None
+    ) -> Rehearsal:
+        return rehearse(build, lambda _: make_batch(model, None)(samples, TOKENS), dtype, offload, autocast_dtype)
 
     for name, nodes in (*(("h100x8", nodes) for nodes in NODES), ("h200x8", NODES[0])):
         yield name, _job(model, rehearsed, find_node(name), nodes)
@@ -75,7 +77,7 @@ def jobs(build: Callable[[], nn.Module]) -> Iterator[tuple[str, Job]]:
 
 def _job(
     model: nn.Module,
-    rehearsed: Callable[[int, torch.dtype | None, OffloadRule | None], Rehearsal],
+    rehearsed: Callable[[int, torch.dtype | None, OffloadRule | None, torch.dtype | None], Rehearsal],
     node: Node,
     nodes: int,
 ) -> Job:

@@ -138,23 +138,25 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     assert traffic.nvme_read == 0
 
 
-# The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches.
-JOBS: list[tuple[int, tuple[Any, Any], int]] = [
-    (0, ("device", "device"), 2),
-    (1, ("device", "host"), 3),
-    (2, ("device", "device"), 3),
-    (2, ("device", "nvme"), 3),
-    (3, ("device", "device"), 3),
-    (3, ("device", "host"), 1),
-    (3, ("nvme", "nvme"), 3),
+# The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches, the key `gather`.
+JOBS: list[tuple[int, tuple[Any, Any], int, str]] = [
+    (0, ("device", "device"), 2, "auto"),
+    (1, ("device", "host"), 3, "auto"),
+    (2, ("device", "device"), 3, "auto"),
+    (2, ("device", "nvme"), 3, "auto"),
+    (3, ("device", "device"), 3, "auto"),
+    (3, ("device", "host"), 1, "auto"),
+    (3, ("nvme", "nvme"), 3, "auto"),
+    (3, ("nvme", "nvme"), 3, "collective"),
+    (3, ({"device": 0.5, "host": 0.5}, "host"), 3, "auto"),
 ]
 
 
 def test_the_bytes_that_two_ranks_move_are_those_of_a_plan(tmp_path: Path) -> None:
     configs = [
-        config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False)
+        config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False, gather=gather)
         | {"gradient_accumulation_steps": micro_batches}
-        for index, (stage, homes, micro_batches) in enumerate(JOBS)
+        for index, (stage, homes, micro_batches, gather) in enumerate(JOBS)
     ]
     path = tmp_path / "configs.json"
     path.write_text(json.dumps(configs))

@@ -208,8 +208,10 @@ def _plan(
     batch = make_batch(shape, inputs)
 
     @functools.cache
-    def rehearsed(samples: int, dtype: torch.dtype | None, offload: OffloadRule | None) -> Rehearsal:
-        return rehearse(builder, lambda _: batch(samples, sequence), dtype, offload)
+    def rehearsed(
+        samples: int, dtype: torch.dtype | None, offload: OffloadRule | None, autocast_dtype: torch.dtype | None
+    ) -> Rehearsal:
+        return rehearse(builder, lambda _: batch(samples, sequence), dtype, offload, autocast_dtype)
 
     given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
@@ -240,7 +242,14 @@ def _plan(
         if not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
             wanted = with_budgets(job, wanted)
         return _result(job, wanted, (_PUBLISHED, f"that of {flops:.3g} FLOPs a second"), raw, search=search)
-    real_pass = RealPass(source=source, inputs=inputs, samples=first.batch.micro, tokens=sequence, dtype=first.dtype)
+    real_pass = RealPass(
+        source=source,
+        inputs=inputs,
+        samples=first.batch.micro,
+        tokens=sequence,
+        dtype=first.dtype,
+        autocast_dtype=first.autocast_dtype,
+    )
     whole = sum(planned.group.whole_bytes for planned in first.layout.groups)
     is_real = device == "cpu" and can_be_real(first.rehearsal, whole, job.capacities.host, world.ranks)
     job, sources = _with_rates(

@@ -39,20 +39,23 @@ class PlannedCopies:
 NO_COPIES = PlannedCopies()
 
 
-def plan_copies(layout: Layout, budget_bytes: int, micro_batches: int, find_hits: FindHits) -> PlannedCopies:
+def plan_copies(
+    layout: Layout, budget_bytes: int, micro_batches: int, find_hits: FindHits, partitions: int = 1
+) -> PlannedCopies:
     """Return the copies of a rank whose `paramserver.gpu_budget` is `budget_bytes`, on an accelerator.
 
     Args:
         micro_batches: of a step.
         find_hits: the store's rule.
+        partitions: how many ranks' partitions of a group the rank reads in one gather.
     """
     placed = {planned.group.name: planned.placement for planned in layout.groups}
-    most = bytes_of_copies((planned.group for planned in layout.groups), placed, 1)
+    most = bytes_of_copies((planned.group for planned in layout.groups), placed, partitions)
     nbytes = min(budget_bytes, most)
     if not nbytes:
         return NO_COPIES
     uses = [unit for _ in range(micro_batches) for unit in reads_of_pass(layout.units)]
-    reads = list(_reads([uses] * _SETTLED_STEPS))
+    reads = list(_reads([uses] * _SETTLED_STEPS, partitions))
     found = find_hits(reads, nbytes)
     count = len(reads) // _SETTLED_STEPS
     last = list(zip(reads, found, strict=True))[-count:]
@@ -80,24 +83,26 @@ def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     return [root, *others, *reversed(others[first:-1])]
 
 
-def _reads(steps: Sequence[Sequence[PlannedUnit]]) -> Iterator[DeviceRead]:
+def _reads(steps: Sequence[Sequence[PlannedUnit]], partitions: int) -> Iterator[DeviceRead]:
     """Yield the reads of the steps. An update of what is trained follows each of them, and then the next step."""
     sequence = [
-        (planned.group, step)
+        (planned.group, partition, step)
         for step, units in enumerate(steps)
         for unit in units
         for planned in unit.groups
         if planned.placement.residence is Residence.SHARDED and planned.placement.parameters is not Home.DEVICE
+        for partition in range(partitions)
     ]
     following: dict[tuple[str, int], int] = {}
     backwards: list[DeviceRead] = []
     for position in range(len(sequence) - 1, -1, -1):
-        group, step = sequence[position]
+        group, partition, step = sequence[position]
+        slab = f"{group.name} {partition}"
         version = step if group.trainable else 0
-        next_use = following.get((group.name, version))
+        next_use = following.get((slab, version))
         if next_use is None and not group.trainable:
             # The job goes on after the planned steps, so it reads a frozen group again.
             next_use = position + len(sequence)
-        following[group.name, version] = position
-        backwards.append(DeviceRead(slab=group.name, version=version, nbytes=group.partition_bytes, next_use=next_use))
+        following[slab, version] = position
+        backwards.append(DeviceRead(slab=slab, version=version, nbytes=group.partition_bytes, next_use=next_use))
     return reversed(backwards)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paramserver.contract.durability import durable_every_steps, parse_durability
 from paramserver.contract.store_need import FindNeed, StoreNeed
@@ -16,7 +16,7 @@ from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
-from trainer_client.plan.layout import Layout
+from trainer_client.plan.layout import Layout, gathers_one_sided
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
 from trainer_client.step.gradients import ReductionSchedule
@@ -132,14 +132,23 @@ def plan_memory(
     rehearsal: Rehearsal,
     find_need: FindNeed,
     copies: PlannedCopies = NO_COPIES,
+    micro_batches: int = 1,
 ) -> MemoryPlan:
-    """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda"."""
+    """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda", with `micro_batches` in a step."""
     homes = layout.rank_bytes()
     on_device = Home.DEVICE.value
     kept = _kept_gradients(layout, config)
-    rule = gradient_rule(layout, config, kept if device == "cpu" else {})
-    peak = rehearsal.peak_bytes(rule, in_heap=device == "cpu")
-    gathered, gathered_why = _gathered(layout, device, reruns=rehearsal.again_boundary_bytes > 0)
+    rule = gradient_rule(layout, config, kept if device == "cpu" else {}, device=device, micro_batches=micro_batches)
+    # From the second micro-batch on, the sums of all groups are there from the start of the forward.
+    sums = _staying(rule) if micro_batches > 1 else 0
+    peak = rehearsal.peak_bytes(_without_staying(rule) if sums else rule, in_heap=device == "cpu")
+    one_sided = gathers_one_sided(layout, config, is_cpu=device == "cpu")
+    gathered, gathered_why = _gathered(
+        layout,
+        maps=device == "cpu" and one_sided,
+        reruns=rehearsal.again_boundary_bytes > 0,
+        most_elements=config.zero_optimization.stage3_max_live_parameters or 0,
+    )
     lines = [
         _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
         _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
@@ -150,6 +159,12 @@ def plan_memory(
             why="the most bytes of live tensors in a step that is run without values"
             + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else "")
             + (f"; of the boundaries that move, the newest {MOST_STAYING} stay" if rehearsal.boundaries else ""),
+        ),
+        Line(
+            what="gradients between micro-batches",
+            nbytes=sums,
+            is_exact=True,
+            why="sums that stay on the device until the last micro-batch of the step",
         ),
         Line(
             what="boundaries on their way",
@@ -173,7 +188,7 @@ def plan_memory(
         ),
         Line(
             what="collectives",
-            nbytes=_collective_buffers(layout) if device == "cpu" else 0,
+            nbytes=_collective_buffers(layout, one_sided=one_sided) if device == "cpu" else 0,
             is_exact=False,
             why="what the threads of gloo keep of the largest group",
         ),
@@ -190,13 +205,32 @@ def plan_memory(
     )
 
 
-def gradient_rule(layout: Layout, config: TrainingConfig, kept: Mapping[str, int]) -> GradientRule:
-    """Return the rule that gives the bytes of gradients on a rank's device during backward, as in step/gradients.py."""
+def _staying(rule: GradientRule) -> int:
+    """Return the bytes of gradients that are on the device between two micro-batches."""
+    whole = 0 if rule.is_reduced_at_once else sum(rule.full_bytes.values())
+    return sum(rule.partition_bytes.values()) + whole
+
+
+def _without_staying(rule: GradientRule) -> GradientRule:
+    """Return the rule without the bytes that `_staying` counts."""
+    none = dict.fromkeys(rule.full_bytes, 0)
+    return replace(rule, partition_bytes=none, full_bytes=rule.full_bytes if rule.is_reduced_at_once else none)
+
+
+def gradient_rule(
+    layout: Layout, config: TrainingConfig, kept: Mapping[str, int], *, device: str, micro_batches: int
+) -> GradientRule:
+    """Return the rule that gives the bytes of gradients on a rank's device during backward, as in step/gradients.py.
+
+    On a GPU, a gradient whose home is the store is summed up on the device. It leaves as soon as it is complete, or,
+    with several micro-batches, in the last one.
+    """
     several = layout.world.size > 1
     at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several
     group_of: dict[str, str] = {}
     full: Counter[str] = Counter()
     partition: Counter[str] = Counter()
+    staged: Counter[str] = Counter()
     for planned in layout.groups:
         group = planned.group
         if not group.trainable:
@@ -208,11 +242,14 @@ def gradient_rule(layout: Layout, config: TrainingConfig, kept: Mapping[str, int
         name = group_of[group.parameters[0].fqn]
         whole = group.slot_table.numel * group.gradient_dtype.itemsize if several else 0
         full[name] = max(full[name], whole) if at_once else full[name] + whole
+        part = group.slot_table.partition_numel * group.gradient_dtype.itemsize
         if planned.placement.gradients is Home.DEVICE:
-            partition[name] += group.slot_table.partition_numel * group.gradient_dtype.itemsize
+            partition[name] += part
+        elif device != "cpu" and at_once:
+            (staged if micro_batches == 1 else partition)[name] += part
     return GradientRule(
         group_of=group_of,
-        full_bytes=full,
+        full_bytes={name: nbytes + staged[name] for name, nbytes in full.items()},
         partition_bytes=partition,
         kept_bytes=kept,
         is_reduced_at_once=at_once,
@@ -232,37 +269,45 @@ def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
     return copies if section.reattach_timeout_seconds and is_ever_durable and fits else {}
 
 
-def _gathered(layout: Layout, device: str, *, reruns: bool) -> tuple[int, str]:
+def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -> tuple[int, str]:
     """Return the bytes of the units that are gathered at once, and a text that says why.
 
-    With `reruns`, a unit runs again while the one behind it is gathered for its backward.
+    Args:
+        maps: whether ranks map what is in their store's memory.
+        reruns: whether a unit runs again while the one behind it is gathered for its backward.
+        most_elements: how many gathered elements may stay although no unit needs them now.
     """
     if layout.residence is not Residence.SHARDED:
         return 0, ""
     root, *others = layout.units
     alone = layout.world.size == 1
-    if device == "cpu" and all(
+    if maps and all(
         planned.placement.parameters is Home.HOST or (alone and planned.placement.parameters is Home.NVME)
         for planned in layout.groups
     ):
         return 0, "the store's own bytes are mapped"
     largest = max((unit.whole_bytes for unit in others), default=0)
+    at_once = root.whole_bytes + (2 if reruns else 1) * largest
+    whole = sum(unit.whole_bytes for unit in layout.units)
+    kept = int(whole * min(1.0, most_elements / max(1, sum(p.group.slot_table.numel for p in layout.groups))))
+    if kept > at_once:
+        return kept, "those that zero_optimization.stage3_max_live_parameters lets stay"
     if reruns:
-        return root.whole_bytes + 2 * largest, "the root and twice the largest unit, of which one computes a boundary"
-    return root.whole_bytes + largest, "the root and the largest unit"
+        return at_once, "the root and twice the largest unit, of which one computes a boundary"
+    return at_once, "the root and the largest unit"
 
 
-def _collective_buffers(layout: Layout) -> int:
-    """Return the bytes that gloo's threads keep: for reductions, and for gathers where these are collectives."""
+def _collective_buffers(layout: Layout, *, one_sided: bool) -> int:
+    """Return the bytes that gloo's threads keep: for reductions, and for gathers unless these are `one_sided`."""
     if layout.world.size == 1:
         return 0
     trained = [planned.group for planned in layout.groups if planned.group.trainable]
     gradient = max((group.slot_table.numel * group.gradient_dtype.itemsize for group in trained), default=0)
-    one_sided = layout.world.nodes == 1 and all(
-        planned.placement.residence is Residence.SHARDED and planned.placement.parameters is not Home.DEVICE
-        for planned in layout.groups
+    whole = (
+        0
+        if one_sided and layout.residence is Residence.SHARDED
+        else max(planned.group.whole_bytes for planned in layout.groups)
     )
-    whole = 0 if one_sided else max(planned.group.whole_bytes for planned in layout.groups)
     return COLLECTIVE_COPIES * (gradient + whole)
 
 

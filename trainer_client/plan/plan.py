@@ -21,11 +21,12 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.device_copies import NO_COPIES, plan_copies
-from trainer_client.plan.layout import Layout, World, lay_out
+from trainer_client.plan.layout import Layout, World, gathers_one_sided, lay_out
 from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
 from trainer_client.plan.rehearsal import Rehearsal
 from trainer_client.plan.step_time import StepTime, find_traffic, predict
+from trainer_client.step.precision import PrecisionPolicy
 
 Raw = Mapping[str, Any]
 # A suggested budget is larger than the need by this factor, because a job needs more in some steps than in others.
@@ -39,7 +40,8 @@ class Job:
     Attributes:
         build: returns the model without memory.
         rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own), with the rule
-            by which boundaries of activation checkpoints leave the device (None: they stay).
+            by which boundaries of activation checkpoints leave the device (None: they stay), and under autocast in
+            another dtype (None: without it).
         compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
         overhead: the time of the library's own code.
         sequence: the number of tokens of one sample.
@@ -52,7 +54,7 @@ class Job:
     """
 
     build: Callable[[], nn.Module]
-    rehearse: Callable[[int, torch.dtype | None, OffloadRule | None], Rehearsal]
+    rehearse: Callable[[int, torch.dtype | None, OffloadRule | None, torch.dtype | None], Rehearsal]
     compute_seconds: Callable[[Rehearsal], float]
     overhead: Overhead
     world: World
@@ -85,7 +87,12 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the parameters that ranks compute with; None if it is the model's own."""
-        return _compute_dtype(self.settings)
+        return PrecisionPolicy.of(self.settings).compute_dtype
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of `torch.autocast` around the forward; None if the engine does not enter it."""
+        return PrecisionPolicy.of(self.settings).autocast_dtype
 
     @property
     def fits(self) -> bool:
@@ -113,12 +120,15 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     config = load_config(raw, {}, dtypes)
     batch = resolve_batch_sizes(config, world.size)
     layout = lay_out(model, config, world)
-    rehearsal = job.rehearse(batch.micro, _compute_dtype(config), OffloadRule.of(config))
+    precision = PrecisionPolicy.of(config)
+    rehearsal = job.rehearse(batch.micro, precision.compute_dtype, OffloadRule.of(config), precision.autocast_dtype)
     is_cpu = job.device == "cpu"
     copies = NO_COPIES
     if not is_cpu:
-        copies = plan_copies(layout, int(config.paramserver.gpu_budget), batch.accumulation, job.find_hits)
-    memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies)
+        partitions = world.size if gathers_one_sided(layout, config, is_cpu=False) else 1
+        budget = int(config.paramserver.gpu_budget)
+        copies = plan_copies(layout, budget, batch.accumulation, job.find_hits, partitions)
+    memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies, batch.accumulation)
     traffic = find_traffic(layout, memory, config, batch.accumulation, copies, is_cpu=is_cpu)
     time = predict(
         layout,
@@ -248,10 +258,6 @@ def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
         fewer = {key: value for key, value in raw.items() if key != "train_batch_size"}
         yield f"{more.nodes} nodes, with this config", fewer, more
         yield f"{more.nodes} nodes, stage 3 with everything on nvme", placed(fewer, 3, "nvme", "nvme"), more
-
-
-def _compute_dtype(config: TrainingConfig) -> torch.dtype | None:
-    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
 
 
 def _mebibytes(nbytes: int) -> int:

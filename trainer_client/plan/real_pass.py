@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer_client.plan.model import build, find_builder
 from trainer_client.plan.model_inputs import make_batch
-from trainer_client.plan.rehearsal import Rehearsal, loss_of
+from trainer_client.plan.rehearsal import Rehearsal, autocast, loss_of
 
 # A pass is real if it takes at most this part of the host memory of a rank, and at most so many floating-point
 # operations: seconds on two processors, on which four passes still take less than a minute.
@@ -37,6 +37,7 @@ class RealPass:
         inputs: the option `--inputs`.
         samples, tokens: the micro-batch.
         dtype: the dtype of parameters and floating-point inputs; None: the model's own.
+        autocast_dtype: the dtype of `torch.autocast` around the forward; None: there is none.
     """
 
     source: str
@@ -44,6 +45,7 @@ class RealPass:
     samples: int
     tokens: int
     dtype: torch.dtype | None
+    autocast_dtype: torch.dtype | None = None
 
 
 def can_be_real(rehearsal: Rehearsal, parameter_bytes: int, host_bytes: int, ranks: int) -> bool:
@@ -61,10 +63,16 @@ def pass_seconds(wanted: RealPass) -> float:
     """Return the median seconds of a forward and backward in this process."""
     builder = find_builder(wanted.source)
     model = build(builder, nullcontext())
-    return time_passes(model, make_batch(model, wanted.inputs)(wanted.samples, wanted.tokens), wanted.dtype)
+    batch = make_batch(model, wanted.inputs)(wanted.samples, wanted.tokens)
+    return time_passes(model, batch, wanted.dtype, wanted.autocast_dtype)
 
 
-def time_passes(model: nn.Module, batch: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> float:
+def time_passes(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    autocast_dtype: torch.dtype | None = None,
+) -> float:
     """Return the median seconds of a forward and backward of a model with memory."""
     if dtype is not None:
         model.to(dtype)
@@ -74,7 +82,13 @@ def time_passes(model: nn.Module, batch: Mapping[str, torch.Tensor], dtype: torc
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)
-    taken = [_timed(lambda: loss_of(model(**batch)).backward()) for _ in range(_FIRST_PASSES + _PASSES)]
+
+    def run() -> None:
+        with autocast(autocast_dtype):
+            output = model(**batch)
+        loss_of(output).backward()
+
+    taken = [_timed(run) for _ in range(_FIRST_PASSES + _PASSES)]
     return statistics.median(taken[_FIRST_PASSES:])
 
 

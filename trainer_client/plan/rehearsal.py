@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.boundaries import OffloadRule, RehearsedBoundaries
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
+from trainer_client.step.precision import PrecisionPolicy
 
 # The number of steps after which the holes of the heap no longer change.
 _STEPS_OF_A_HEAP = 3
@@ -264,6 +265,7 @@ def rehearse(
     batch: Callable[[nn.Module], Mapping[str, torch.Tensor]],
     dtype: torch.dtype | None,
     offload: OffloadRule | None = None,
+    autocast_dtype: torch.dtype | None = None,
 ) -> Rehearsal:
     """Run forward and backward of one micro-batch without memory.
 
@@ -272,6 +274,7 @@ def rehearse(
         batch: returns the arguments of the model's forward.
         dtype: the dtype of the parameters; None: their own.
         offload: decides which boundaries of activation checkpoints leave the device; None: all stay.
+        autocast_dtype: the dtype of `torch.autocast` around the forward; None: there is none.
 
     Raises:
         ConfigError: the model cannot be run without values, or returns no loss.
@@ -289,7 +292,7 @@ def rehearse(
         boundaries = None if offload is None else RehearsedBoundaries(offload, live.number_of, model)
         try:
             with live:
-                with nullcontext() if boundaries is None else boundaries.saving():
+                with nullcontext() if boundaries is None else boundaries.saving(), autocast(autocast_dtype):
                     output = model(**inputs)
                 loss = loss_of(output)
                 del output
@@ -311,6 +314,11 @@ def rehearse(
         saved_boundary_bytes=0 if boundaries is None else boundaries.saved_bytes,
         again_boundary_bytes=0 if boundaries is None else boundaries.again_bytes,
     )
+
+
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context of a forward on the CPU: autocast in a dtype, or an empty one if it is None."""
+    return PrecisionPolicy(compute_dtype=None, autocast_dtype=dtype).autocast(torch.device("cpu"))
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:

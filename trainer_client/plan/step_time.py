@@ -17,7 +17,7 @@ from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
-from trainer_client.plan.layout import Layout, PlannedGroup
+from trainer_client.plan.layout import Layout, PlannedGroup, gathers_one_sided
 from trainer_client.plan.machine import Overhead, Rates
 from trainer_client.plan.memory import MemoryPlan
 from trainer_client.plan.nodes import UPDATE_BYTES, UPDATE_BYTES_IN_MEMORY
@@ -150,8 +150,7 @@ def find_traffic(
     rules = _Rules(
         several=layout.world.size > 1,
         is_cpu=is_cpu,
-        # On the CPU, the ranks of one node read all partitions from their store's memory (Job._choose_gather).
-        one_sided=is_cpu and layout.world.nodes == 1,
+        one_sided=gathers_one_sided(layout, config, is_cpu=is_cpu),
         reductions=micro_batches if ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH else 1,
     )
     need = memory.store
@@ -236,12 +235,13 @@ def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]
     """Return the bytes that the parameters of a sharded group move in a step with this number of uses, for one rank."""
     group, home = planned.group, planned.placement.parameters
     reads_all = rules.one_sided and home is not Home.DEVICE
-    # On the device a group is not leased. In host memory it is mapped without taking further memory, so its lease lasts
-    # until the step ends.
-    leases = 0 if home is Home.DEVICE else 1 if rules.one_sided and home is Home.HOST else uses
+    # On the device a group is not leased. On the CPU, one in host memory is mapped without taking further memory, so
+    # its lease lasts until the step ends.
+    stays = rules.is_cpu and rules.one_sided and home is Home.HOST
+    leases = 0 if home is Home.DEVICE else 1 if stays else uses
     leased = leases * (group.whole_bytes if reads_all else group.partition_bytes)
     # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
-    may_map = reads_all and (home is Home.HOST or not rules.several)
+    may_map = rules.is_cpu and reads_all and (home is Home.HOST or not rules.several)
     gathers = uses if rules.several and not reads_all else 0
     return {
         "leased": leased,

@@ -282,6 +282,74 @@ def test_commits_hand_over_and_write_what_their_durability_asks_for(
     assert traffic["nvme_written"] == pytest.approx(written * weights)
 
 
+def line(found: dict[str, Any], what: str) -> int:
+    """Return the bytes of a line of a rank's memory; 0 if there is no such line."""
+    return sum(one["nbytes"] for one in found["rank"]["lines"] if one["what"] == what)
+
+
+def test_units_that_may_stay_gathered_take_memory(tmp_path: Path) -> None:
+    def gathered(most: int) -> int:
+        config = wide(3, ("nvme", "nvme"))
+        config["zero_optimization"]["stage3_max_live_parameters"] = most
+        return line(planned_of(tmp_path, "Wide", "", config), "gathered units")
+
+    unit, elements = 8 << 20, 2 << 20
+    # Without the key only the unit that computes is gathered, because the root has no parameters.
+    assert [gathered(most) for most in (0, 5 * elements, 10**9)] == [unit, 5 * unit, 12 * unit]
+
+
+def test_gradients_on_their_way_to_the_store_take_memory_of_a_gpu(tmp_path: Path) -> None:
+    def planned(micro_batches: int, **placement: str) -> dict[str, Any]:
+        config = wide(2, ("device", "host"), micro_batches)
+        config["paramserver"]["placement"] |= placement
+        return planned_of(tmp_path, "Wide", "", config)
+
+    once, several = planned(1), planned(4)
+    weights = 12 * (8 << 20)
+
+    assert line(once, "gradients between micro-batches") == 0
+    assert line(several, "gradients between micro-batches") == weights
+    # The pass itself takes less where the sums are counted apart.
+    assert 0 < line(several, "activations and gradients") < line(once, "activations and gradients")
+    assert line(planned(4, gradients="device"), "gradients between micro-batches") == weights
+
+
+def test_autocast_makes_activations_smaller(tmp_path: Path) -> None:
+    def activations(**keys: Any) -> int:
+        found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
+        return line(found, "activations and gradients") - 12 * (8 << 20)
+
+    plain, under_autocast = activations(), activations(torch_autocast={"enabled": True, "dtype": "bfloat16"})
+
+    assert 0.4 * plain < under_autocast < 0.75 * plain
+
+
+def test_a_gather_from_the_store_reads_all_partitions_over_the_link(tmp_path: Path) -> None:
+    ranks = "--nproc-per-node 4 --collective 10GB"
+
+    def traffic(gather: str, options: str = "") -> dict[str, Any]:
+        config = wide(3, ("host", "host"), host_budget="1GiB", gather=gather)
+        found: dict[str, Any] = planned_of(tmp_path, "Wide", f"{ranks} {options}", config)["step"]["traffic"]
+        return found
+
+    weights = 12 * (8 << 20)
+    collective, store = traffic("auto"), traffic("store")
+    assert store["to_rank"] == 4 * collective["to_rank"] > 0
+    # Only gradients are reduced.
+    assert (store["collectives"], store["collective_calls"]) == (weights, 12)
+    assert collective["collectives"] == weights + store["to_rank"]
+    on_cpu = traffic("collective", "--device cpu")
+    assert (on_cpu["mapped"], on_cpu["collectives"]) == (0, collective["collectives"])
+    assert traffic("auto", "--device cpu")["mapped"] == weights
+
+
+def test_a_gather_from_the_store_is_refused_where_a_run_refuses_it(tmp_path: Path) -> None:
+    result = plan(tmp_path, f"{MACHINE} {LINKS}", wide(3, ("device", "host"), gather="store"))
+
+    assert result.exit_code == 2
+    assert 'paramserver.gather = "store"' in result.stderr
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
