@@ -81,6 +81,7 @@ def find_need(
         spare_bytes=max(0, host.spare_without_spilling(host_budget, header + buffers)),
         passing_bytes=sum(tally.passing),
         least_host_budget=host_budget_for(header + host.total + one_of_each_rank),
+        ample_host_budget=host_budget_for(header + host.room_without_spilling + one_of_each_rank),
         version_bytes=tally.paged_bytes,
         written_bytes=tally.by_backing[TierName.NVME],
         updated_bytes=updated[TierName.NVME],

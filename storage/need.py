@@ -96,6 +96,11 @@ class HostNeed:
         room = host_budget_bytes - fixed_bytes
         return room - room // _PART_LEFT_FREE - self.total_without_spilling
 
+    @property
+    def room_without_spilling(self) -> int:
+        """The least room beside fixed bytes with which all gradients of a step fit; see `fits_without_spilling`."""
+        return -(-self.total_without_spilling * _PART_LEFT_FREE // (_PART_LEFT_FREE - 1))
+
     def room_for_parked(self, host_budget_bytes: int, fixed_bytes: int, prefetch_bytes: int) -> int:
         """Return the bytes of a host budget that gradients and activations may take while they are parked.
 

@@ -31,6 +31,7 @@ class StoreNeed:
             that begin before their step is voted for keep their results there.
         passing_bytes: parameters that are placed elsewhere and pass through host memory.
         least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
+        ample_host_budget: the smallest host budget with which all gradients of a step stay in host memory.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
         updated_bytes: bytes of those of them that an update replaces: the slabs of groups that have a gradient.
@@ -52,6 +53,7 @@ class StoreNeed:
     spare_bytes: int
     passing_bytes: int
     least_host_budget: int
+    ample_host_budget: int
     version_bytes: int
     written_bytes: int
     updated_bytes: int

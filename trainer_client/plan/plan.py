@@ -193,14 +193,14 @@ def best_placement(job: Job, raw: Raw) -> Plan | None:
 def with_budgets(job: Job, tried: Plan) -> Plan:
     """Return the plan with budgets of the store that the job needs, as far as the machine has them.
 
-    The host budget has room for all parameters that pass through host memory, and for the boundaries of checkpoints, if
-    the machine has it.
+    The host budget has room for all gradients of a step, for all parameters that pass through host memory, and for the
+    boundaries of checkpoints, if the machine has it.
     """
     need, memory = tried.memory.store, tried.memory
     ranks = tried.world.ranks
     left = job.capacities.host - (memory.node_host_bytes(ranks) - memory.host_budget)
     # Boundaries stay in host memory if they take at most half of what the rest of a step leaves there.
-    wanted = _mebibytes(need.least_host_budget + need.passing_bytes + 2 * need.boundary_bytes)
+    wanted = _mebibytes(need.ample_host_budget + need.passing_bytes + 2 * need.boundary_bytes)
     host = max(_mebibytes(need.least_host_budget), min(wanted, left // MIB * MIB))
     raw = copy.deepcopy(dict(tried.config))
     section = raw.setdefault("paramserver", {})

@@ -350,6 +350,36 @@ def test_a_gather_from_the_store_is_refused_where_a_run_refuses_it(tmp_path: Pat
     assert 'paramserver.gather = "store"' in result.stderr
 
 
+def test_suggested_budgets_keep_all_gradients_in_host_memory(tmp_path: Path) -> None:
+    def planned(options: str) -> dict[str, Any]:
+        arguments = [f"{__name__}:Wide", "--inputs", f"{__name__}:rows", "--json", "--tokens", "16", *options.split()]
+        arguments += ["--config", str(tmp_path / "training.json")]
+        result = CliRunner().invoke(app, arguments, obj=(find_need, find_hits), catch_exceptions=False)
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    config = wide(3, ("nvme", "nvme"))
+    del config["paramserver"]["nvme_budget"]
+    (tmp_path / "training.json").write_text(json.dumps(config))
+
+    suggested = planned("--node h100x8 --no-search")
+    ample, large = suggested["store"]["ample_host_budget"], planned("--node h100x8 --host-budget 8GiB --no-search")
+
+    assert suggested["store"]["spilled_gradient_bytes"] == 0
+    assert ample < suggested["store"]["host_budget"] < ample + 1.1 * suggested["store"]["passing_bytes"]
+    # The parameters that pass stay, too; a larger budget would save reads of states.
+    assert suggested["step"]["traffic"]["hit"] == 1.0
+    written = suggested["store"]["updated_bytes"]
+    assert suggested["step"]["traffic"]["nvme_written"] == large["step"]["traffic"]["nvme_written"] == written
+    spilled = [
+        planned(f"--node h100x8 --no-search --host-budget {budget} --nvme-budget 8GiB")["store"][
+            "spilled_gradient_bytes"
+        ]
+        for budget in (ample - (1 << 20), ample)
+    ]
+    assert spilled[0] > 0 == spilled[1]
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
