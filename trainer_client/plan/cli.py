@@ -21,6 +21,7 @@ from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT, by_default
 from paramserver.contract.printable import printable
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
+from trainer_client.config.loading import load_config
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.boundaries import OffloadRule
@@ -113,8 +114,9 @@ def plan_job(
         typer.Option(min=1, help="The daemon's key. [as the daemon would choose]", metavar="N"),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where the state would be; it is probed, and left as it was.")
-    ] = Path("paramserver-state"),
+        Path | None,
+        typer.Option("--dir", help="Where the state would be; it is probed, and left as it was. [as the config says]"),
+    ] = None,
     with_probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Measure what is not given.")] = True,
     search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best placement.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON for programs.")] = False,
@@ -190,7 +192,7 @@ def _plan(
     rates: Mapping[str, str | None],
     flops: float | None,
     optimizer_threads: int | None,
-    directory: Path,
+    directory: Path | None,
     with_probe: bool,
     search: bool,
 ) -> dict[str, Any]:
@@ -214,6 +216,8 @@ def _plan(
         return rehearse(builder, lambda _: batch(samples, sequence), dtype, offload, autocast_dtype)
 
     given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
+    if directory is None:
+        directory = load_config(raw, {}, {parameter.dtype for parameter in shape.parameters()}).state_dir()
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
     job = Job(
         # Laying out a model does not change it, so all plans use the same model.
@@ -264,7 +268,9 @@ def _plan(
     )
     if with_probe and device == "cpu":
         job = replace(job, overhead=_overhead_of(first, directory, beyond_operations=not is_real))
-    return _result(job, plan(job, raw), sources, raw, search=search)
+    found = _result(job, plan(job, raw), sources, raw, search=search)
+    found["assumptions"].append(f"Where it is not given, NVMe is that of the file system of {directory}.")
+    return found
 
 
 def _result(

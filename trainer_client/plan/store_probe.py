@@ -16,7 +16,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -161,6 +161,19 @@ def arena_like(nbytes: int) -> memoryview:
     return view
 
 
+@contextlib.contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """Make a directory and its parents where they are missing, and remove at the end what is empty of them."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[float, float, float]:
     """Return the rates of reading, of writing, and of both at once (each way) in bytes per second.
 
@@ -171,8 +184,8 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
         ConfigError: the directory cannot be written to.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         with (
+            made(directory),
             TemporaryDirectory(dir=directory, prefix="plan-probe-") as scratch,
             _File(Path(scratch) / "one", file_bytes) as one,
             _File(Path(scratch) / "two", file_bytes) as two,

@@ -18,7 +18,7 @@ def test_a_small_job_shows_the_overhead_and_leaves_nothing(tmp_path: Path) -> No
 
     assert found.per_unit > 0
     assert found.per_step >= 0
-    assert list((tmp_path / "state").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

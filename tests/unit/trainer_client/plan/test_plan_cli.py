@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from paramserver.device_reads import find_hits
 from paramserver.store_need import find_need
 from trainer_client.plan.cli import app
+from trainer_client.plan.machine import Capacities
 
 MODEL: dict[str, Any] = {
     "model_type": "gpt2",
@@ -378,6 +379,27 @@ def test_suggested_budgets_keep_all_gradients_in_host_memory(tmp_path: Path) -> 
         for budget in (ample - (1 << 20), ample)
     ]
     assert spilled[0] > 0 == spilled[1]
+
+
+@pytest.mark.parametrize(("option", "used"), [("", "far/nvme"), ("--dir near", "near")])
+def test_the_directory_is_that_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, used: str
+) -> None:
+    asked: list[Path] = []
+
+    def capacities(directory: Path, ranks: int) -> Capacities:
+        asked.append(directory)
+        return Capacities(device=0, host=0, nvme=0, is_cpu=True)
+
+    monkeypatch.setattr("trainer_client.plan.cli.capacities_here", capacities)
+    config = wide(3, ("nvme", "nvme"))
+    del config["paramserver"]["placement"]
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": "far/nvme"}
+
+    found = planned_of(tmp_path, "Wide", option, config)
+
+    assert asked == [Path(used)]
+    assert found["assumptions"][-1] == f"Where it is not given, NVMe is that of the file system of {used}."
 
 
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:

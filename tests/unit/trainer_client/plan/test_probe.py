@@ -15,10 +15,12 @@ MIB = 1 << 20
 
 
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    rates = probe_directory(tmp_path / "state", file_bytes=8 * MIB)
+    (tmp_path / "there").mkdir()
 
-    assert all(rate > 0 for rate in rates)
-    assert list((tmp_path / "state").iterdir()) == []
+    for directory in (tmp_path / "new" / "state", tmp_path / "there"):
+        assert all(rate > 0 for rate in probe_directory(directory, file_bytes=8 * MIB))
+
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
