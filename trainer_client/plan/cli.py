@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,7 @@ from paramserver.contract.printable import printable
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.loading import load_config
+from trainer_client.config.older_names import with_todays_names
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.boundaries import OffloadRule
@@ -203,6 +206,9 @@ def _plan(
         raise ConfigError(
             f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
         )
+    if flops is not None and not (flops > 0 and math.isfinite(flops)):
+        raise ConfigError(f"--flops {flops:g} is not a rate: write a number above 0, for example 4e14")
+    raw = with_todays_names(raw)
     find_need, find_hits = figures
     builder = find_builder(source)
     shape = build(builder)
@@ -411,8 +417,11 @@ def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:
     return replace(measured, **values)
 
 
+_SIZE_OPTIONS = {"device": "--hbm", "host": "--host-memory", "nvme": "--nvme-capacity"}
+
+
 def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str) -> Capacities:
-    given = {name: _size(f"--{name}", text) for name, text in sizes.items() if text is not None}
+    given = {name: _size(_SIZE_OPTIONS[name], text) for name, text in sizes.items() if text is not None}
     if device != "cpu" and here.is_cpu and "device" not in given:
         raise ConfigError("this machine has no GPU: give --hbm, the memory of one")
     return replace(here, **given, is_cpu=device == "cpu")
@@ -424,7 +433,7 @@ def _sequence(model: nn.Module) -> int:
 
 
 def _size(option: str, text: str) -> int:
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise ConfigError(f"{option} {text!r} is not a size: write for example 80GiB, or 5GB for a second") from None
+    with suppress(ValidationError, OverflowError):
+        if (nbytes := int(TypeAdapter(ByteSize).validate_python(text))) > 0:
+            return nbytes
+    raise ConfigError(f"{option} {text!r} is not a size above 0: write for example 80GiB, or 5GB for a second")

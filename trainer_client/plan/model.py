@@ -61,7 +61,9 @@ def build(builder: Callable[[], nn.Module], mode: AbstractContextManager[Any] | 
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"the model cannot be built without memory: {type(error).__name__}: {error}") from error
+        why = f"the model cannot be built without memory: {type(error).__name__}: {error}"
+        hint = "; leave zero.Init out, which a plan does not need" if "meta tensors" in str(error) else ""
+        raise ConfigError(why + hint) from error
 
 
 def _from_hugging_face(path: Path) -> Callable[[], nn.Module]:

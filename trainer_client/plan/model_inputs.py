@@ -32,7 +32,9 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
             found: Batch = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"--inputs {inputs}: {error}; write MODULE:CALLABLE") from error
-        return found
+        if not callable(found):
+            raise ConfigError(f"--inputs {inputs} is a {type(found).__name__}: name a function of (samples, tokens)")
+        return lambda samples, tokens: _made(found, inputs, samples, tokens)
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names or "labels" not in names:
         raise ConfigError(
@@ -48,3 +50,16 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
         return {"input_ids": ids, "labels": ids}
 
     return language
+
+
+def _made(function: Batch, inputs: str, samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
+    """Return what the user's function makes. It can raise ConfigError."""
+    try:
+        made = function(samples, tokens)
+    except Exception as error:
+        raise ConfigError(f"--inputs {inputs} has raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Mapping) or not all(isinstance(one, torch.Tensor) for one in made.values()):
+        raise ConfigError(
+            f"--inputs {inputs} returns no mapping of names to tensors: return forward's arguments by name"
+        )
+    return made

@@ -236,7 +236,7 @@ def _placements() -> Iterator[tuple[int, str, str]]:
 def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
     raw, world = failing.config, failing.world
     present = failing.layout.groups[0].placement
-    stage = int(dict(raw.get("zero_optimization", {})).get("stage", 0))
+    stage = failing.settings.zero_optimization.stage
     parameters, optimizer = present.parameters.value, present.optimizer.value
     yield "set the budgets of the store", raw, world
     for home in ("host", "nvme"):

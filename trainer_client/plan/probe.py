@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer_client.device import CPU, backend_of
+from trainer_client.errors import ConfigError
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.real_pass import RealPass, pass_seconds
 from trainer_client.plan.rehearsal import Operation, TensorSpec
@@ -148,7 +149,7 @@ def measure(task: Task) -> Measured:
     torch.set_num_threads(task.threads)
     collective = _collective_rate(task) if task.ranks > 1 else None
     if task.real_pass is not None:
-        compute = pass_seconds(task.real_pass)
+        compute = _pass_seconds(task.real_pass)
     else:
         compute = sum(count * seconds_of(operation, task.device) for operation, count in task.operations)
     on_device = device_update_rate()
@@ -178,6 +179,19 @@ def measure(task: Task) -> Measured:
         device_update=on_device,
         collective=collective,
     )
+
+
+def _pass_seconds(real_pass: RealPass) -> float:
+    """Return the seconds of a real pass. It raises ConfigError if the model cannot be run."""
+    try:
+        return pass_seconds(real_pass)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model's forward and backward cannot be run ({type(error).__name__}: {error}): give fewer --tokens "
+            f"than {real_pass.tokens}, other arguments of forward by --inputs, or the rates and --no-probe"
+        ) from error
 
 
 def device_update_rate(elements: int = _UPDATE_ELEMENTS) -> float:

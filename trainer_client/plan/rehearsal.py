@@ -281,6 +281,7 @@ def rehearse(
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(builder, torch.device("cpu"))
+        _leave_meta(model)
         if dtype is not None:
             _convert(model, dtype)
         model.train()
@@ -333,6 +334,21 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
                 values = torch.empty_like(parameter, dtype=dtype)
                 converted[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(module, name, converted[id(parameter)])
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Replace parameters and buffers that the builder has put on the meta device; tied ones stay tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if id(tensor) not in moved:
+                    values = torch.empty_like(tensor, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                held[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
 def _install(model: nn.Module, live: _Live) -> None:

@@ -402,6 +402,28 @@ def test_the_directory_is_that_of_the_config(
     assert found["assumptions"][-1] == f"Where it is not given, NVMe is that of the file system of {used}."
 
 
+@pytest.mark.parametrize("zero", [True, {"stage": "auto"}, {"stage": 2, "cpu_offload": True}], ids=str)
+def test_older_and_automatic_values_are_understood_by_the_search(tmp_path: Path, zero: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+
+    result = plan(tmp_path, f"{MACHINE.replace('--hbm 8GiB', '--hbm 1KiB')} {LINKS}", config)
+
+    assert (result.exit_code, type(result.exception)) == (3, SystemExit)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Wide()
+
+
+def test_a_model_that_is_built_on_the_meta_device_is_planned_like_another(tmp_path: Path) -> None:
+    config = wide(2, ("device", "host"))
+
+    found, usual = (planned_of(tmp_path, model, "", config) for model in ("on_meta", "Wide"))
+
+    assert found == usual
+
+
 def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
     def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
         options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
@@ -480,7 +502,16 @@ def test_what_does_not_fit_is_named_with_a_change_that_helps(tmp_path: Path) -> 
         ("--device tpu", "write cpu or cuda"),
         (f"{MACHINE} {LINKS} --nproc-per-node 2", "give --collective, too"),
         (f"{MACHINE} {LINKS} --inputs nowhere:batch", "--inputs nowhere:batch"),
-        (MACHINE.replace("8GiB", "much") + f" {LINKS}", "--device 'much' is not a size"),
+        (MACHINE.replace("8GiB", "much") + f" {LINKS}", "--hbm 'much' is not a size"),
+        (MACHINE.replace("16GiB", "x") + f" {LINKS}", "--host-memory 'x' is not a size"),
+        (f"{MACHINE} {LINKS} --inputs json:__name__", "--inputs json:__name__ is a str"),
+        (f"{MACHINE} {LINKS} --inputs builtins:max", "--inputs builtins:max returns no mapping"),
+        (f"{MACHINE} {LINKS} --inputs operator:getitem", "--inputs operator:getitem has raised TypeError"),
+        (f"{MACHINE} --device-link 20GB --flops 0", "--flops 0 is not a rate"),
+        (f"{MACHINE} --device-link 20GB --flops -1", "--flops -1 is not a rate"),
+        (f"{MACHINE} --device-link 20GB --flops nan", "--flops nan is not a rate"),
+        (MACHINE.replace("4GB", "0") + f" {LINKS}", "--nvme-read '0' is not a size above 0"),
+        (f"{MACHINE} {LINKS} --nproc-per-node 2 --collective 0", "--collective '0' is not a size above 0"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from trainer_client.errors import ConfigError
 from trainer_client.plan.probe import Task, measure
+from trainer_client.plan.real_pass import RealPass
 from trainer_client.plan.store_probe import StoreUpdate, arena_like, probe_directory, update_limit
 
 MIB = 1 << 20
@@ -40,6 +42,20 @@ def test_a_rank_that_is_alone_has_no_collectives() -> None:
     assert measured.compute_seconds == 0.0
     assert measured.collective is None
     assert min(measured.copy, measured.link, measured.update, measured.device_update) > 0
+
+
+def test_a_model_that_cannot_be_run_is_named() -> None:
+    real_pass = RealPass(source="torch.nn:Identity", inputs="builtins:dict", samples=1, tokens=8, dtype=None)
+
+    with pytest.raises(ConfigError, match="builtins:dict has raised TypeError"):
+        measure(Task(operations=[], real_pass=real_pass, threads=1, ranks=1, rank=0, port=0, device="cpu"))
+    wrong = replace(real_pass, inputs="tests.unit.trainer_client.plan.test_probe:too_many")
+    with pytest.raises(ConfigError, match=r"cannot be run .TypeError.*give fewer --tokens than 8"):
+        measure(Task(operations=[], real_pass=wrong, threads=1, ranks=1, rank=0, port=0, device="cpu"))
+
+
+def too_many(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"unknown": torch.zeros(samples, tokens)}
 
 
 def test_memory_like_an_arenas_begins_at_a_huge_page() -> None:
