@@ -2,28 +2,24 @@
 
 Saving copies nothing: the stores keep the newest commit under a name, and rank 0 writes the manifest. Loading makes a
 new commit with the values of a kept step, of any job and any number of ranks. So checkpoints that are later than the
-loaded one are kept. This module owns the names of the steps that are kept for checkpoints, and forgets those that the
-retention of the config does not need. It must never forget a step only because its directory cannot be found, for
-example because a file system is not mounted.
+loaded one are kept. This module owns the names of the steps that are kept for checkpoints. It must never forget a step
+that a manifest names, unless retention.py says that none needs it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.errors import CheckpointError, CollectiveError, ConfigError, StoreError, TrainerClientError
 from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import PlacedStates
@@ -32,6 +28,7 @@ from trainer_client.run import client_state, relayout
 from trainer_client.run.checkpoint_files import KeptAt, Manifest
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.kept_source import KeptSource, find_source
+from trainer_client.run.retention import Retention
 from trainer_client.run.stored_step import StoreAddress, StoredStep
 
 log = logging.getLogger(__name__)
@@ -63,26 +60,6 @@ class Loaded:
     buffers: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Present:
-    """A checkpoint of this job that this process has seen in its directory.
-
-    Attributes:
-        is_renamed: whether the directory is not the one that the checkpoint was saved in.
-        device: the device that has the directory.
-        stamp: what `_stamp_of` returned for the manifest.
-    """
-
-    directory: Path
-    tag: str
-    is_renamed: bool
-    device: int
-    stamp: tuple[int, int] | None
-    global_steps: int
-    saved_at: float
-    metric: float | None
-
-
 class Checkpoints:
     """The checkpoints of one run, which this rank saves and finds together with the others."""
 
@@ -102,9 +79,7 @@ class Checkpoints:
         self._settings = rank.settings
         self._job = rank.settings.paramserver.job
         self._leads_store = leads_store
-        # On rank 0: the checkpoints of this job that were seen in their directories, by the name of the kept step.
-        self._seen: dict[str, _Present] = {}
-        self._warned: set[str] = set()
+        self._retention = Retention(rank.store, self._job, rank.settings.paramserver.checkpoints)
 
     def save(
         self,
@@ -169,7 +144,7 @@ class Checkpoints:
             self._forget([name])
             raise
         self._forget(unneeded)
-        self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._clean_up(manifest)))
+        self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._retention.unneeded(manifest)))
         return directory
 
     def find(self, load_dir: str | Path, tag: str | None, *, strict: bool, with_states: bool) -> Loaded | None:
@@ -273,7 +248,7 @@ class Checkpoints:
         before: Manifest | None = None
         with suppress(CheckpointError, OSError):
             before = files.read_manifest(directory)
-        replaced = [before.kept] if before is not None and self._was_saved_in(directory, before) else []
+        replaced = [before.kept] if before is not None and self._retention.was_saved_in(directory, before) else []
         path = directory / files.MANIFEST
         files.write(path, manifest.to_json())
         if save_latest:
@@ -287,136 +262,9 @@ class Checkpoints:
                     files.write(path, before.to_json())
                 raise
         for name in replaced:
-            self._seen.pop(name, None)
-        self._note(manifest, directory)
+            self._retention.drop(name)
+        self._retention.note(manifest, directory)
         return replaced
-
-    def _was_saved_in(self, directory: Path, manifest: Manifest) -> bool:
-        """Return whether the store keeps the step for the checkpoint in `directory`, which has this manifest.
-
-        The manifest may be a copy of another checkpoint's, which needs the step as well. It can raise StoreError.
-        """
-        if manifest.job != self._job:
-            return False
-        if (present := self._seen.get(manifest.kept)) is not None:
-            return present.directory.resolve() == directory.resolve()
-        notes = {step.name: step.note for step in self._store.list_kept_steps()}
-        return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
-
-    def _note(self, manifest: Manifest, directory: Path, *, is_renamed: bool = False) -> None:
-        self._seen[manifest.kept] = _Present(
-            directory=directory,
-            tag=manifest.tag,
-            is_renamed=is_renamed,
-            device=directory.stat().st_dev,
-            stamp=_stamp_of(directory),
-            global_steps=manifest.global_steps,
-            saved_at=manifest.saved_at,
-            metric=manifest.metric,
-        )
-
-    def _clean_up(self, newest: Manifest) -> list[str]:
-        """Return the result of `_unneeded`, or an empty list if the store does not answer.
-
-        The failure is only logged, because the checkpoint itself is saved, and the next save calls `_unneeded` again.
-        """
-        try:
-            return self._unneeded(newest)
-        except TrainerClientError as error:
-            log.warning("old checkpoints are not removed: %s", error)
-            return []
-
-    def _unneeded(self, newest: Manifest) -> list[str]:
-        """Return the kept steps of this job that no checkpoint needs any more; remove the manifests of old checkpoints.
-
-        Rank 0 calls this. If a step's checkpoint is neither in its directory nor near it, the step is not needed if
-        this process has seen the directory before on the file system that is mounted now. Otherwise that file system
-        may only be unmounted, so the step is kept, and a warning says how to forget it.
-        """
-        steps = self._store.list_kept_steps()
-        before, self._seen = self._seen, {}
-        manifests_below = cache(_manifests_below)
-        gone = []
-        for step in steps:
-            name, present = step.name, before.get(step.name)
-            if present is None and not step.note:
-                continue
-            directory = Path(step.note) if present is None else present.directory
-            is_gone = False
-            # A directory that cannot be read is not gone.
-            with suppress(OSError):
-                if self._find(name, directory, present, manifests_below):
-                    continue
-                is_gone = present is not None and present.device == _device_of(directory)
-            if is_gone:
-                # The Trainer of transformers deletes the oldest one at each save, so this is no warning.
-                log.info(
-                    "the checkpoint %s was deleted, and is not under another name near there: its step is forgotten",
-                    directory,
-                )
-                gone.append(name)
-            elif name not in self._warned:
-                self._warned.add(name)
-                log.warning(
-                    "the store keeps a step for the checkpoint %s, which is not there: if it was deleted, run "
-                    "`paramserver-admin forget %s %s`",
-                    *(directory, self._job, name),
-                )
-        return [*gone, *self._remove_old(newest.kept)]
-
-    def _find(
-        self,
-        name: str,
-        directory: Path,
-        present: _Present | None,
-        manifests_below: Callable[[Path], Mapping[Path, Manifest]],
-    ) -> bool:
-        """Look for the checkpoint of a kept step, take note of where it is, and return whether it was found.
-
-        Its user may have renamed the directory, or the one above it. It can raise OSError.
-
-        Args:
-            name: name of the kept step.
-            directory: the directory in which the checkpoint was saved, or seen last.
-            present: what was seen of it before.
-            manifests_below: `_manifests_below`, with the results of earlier calls.
-        """
-        stamp = _stamp_of(directory)
-        if present is not None and stamp is not None and stamp == present.stamp:
-            self._seen[name] = present
-            return True
-        if stamp is None and name in self._warned:
-            return False
-        found = _of_step(name, manifests_below(directory.parent))
-        if not found:
-            above = directory.parent.parent
-            found = _of_step(name, _manifests_at(above.glob(f"*/{directory.name}/{files.MANIFEST}")))
-        if not found:
-            return False
-        place = directory if directory in found else next(iter(found))
-        was_renamed = present is not None and present.is_renamed
-        self._note(found[place], place, is_renamed=was_renamed or place != directory)
-        return True
-
-    def _remove_old(self, newest: str) -> list[str]:
-        """Remove the manifests that the retention of the config does not keep, and return the names of their steps.
-
-        A manifest that cannot be removed stays with its step, until a later save succeeds in removing it.
-        """
-        # A directory that was renamed is its user's own, so the retention does not count it.
-        present = {name: seen for name, seen in self._seen.items() if not seen.is_renamed}
-        needed = _to_keep(present, self._settings.paramserver.checkpoints)
-        removed = []
-        for name in present.keys() - needed - {newest}:
-            directory = present[name].directory
-            try:
-                files.remove(directory, present[name].tag)
-            except OSError as error:
-                log.warning("the old checkpoint %s is not removed: %s", directory, error)
-                continue
-            del self._seen[name]
-            removed.append(name)
-        return removed
 
     def _forget(self, names: Iterable[str]) -> None:
         """Make this rank's store forget steps. A failure is only logged, because the checkpoint itself is saved."""
@@ -511,60 +359,3 @@ def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:
     """Return the texts, with "" for each later one that is equal to the first."""
     first, *others = texts
     return (first, *("" if text == first else text for text in others))
-
-
-def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[str]:
-    """Return the names of the checkpoints that the retention keeps; all names if the section sets no number."""
-    if section.keep_last is None and section.keep_every is None and section.keep_best is None:
-        return set(seen)
-    # A run that has gone back to an earlier step saves steps with lower numbers later.
-    newest = sorted(seen, key=lambda name: seen[name].saved_at, reverse=True)
-    sign = 1 if section.best == "min" else -1
-    # A metric that is not a number (NaN) is never the best.
-    metrics = {name: metric for name in newest if (metric := seen[name].metric) is not None and not math.isnan(metric)}
-    best = sorted(metrics, key=lambda name: sign * metrics[name])
-    kept = set(newest[: section.keep_last or 1])
-    kept |= set(best[: section.keep_best or 0])
-    if section.keep_every is not None:
-        kept |= {name for name, present in seen.items() if present.global_steps % section.keep_every == 0}
-    return kept
-
-
-def _manifests_below(parent: Path) -> dict[Path, Manifest]:
-    """Return the manifests one and two levels below a directory, by the directories that have them."""
-    return _manifests_at([*parent.glob(f"*/{files.MANIFEST}"), *parent.glob(f"*/*/{files.MANIFEST}")])
-
-
-def _manifests_at(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """Return the manifests that can be read, by the directories that have them, sorted."""
-    found = {}
-    for path in sorted(paths):
-        with suppress(CheckpointError, OSError):
-            found[path.parent] = files.read_manifest(path.parent)
-    return found
-
-
-def _of_step(name: str, manifests: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
-    return {place: manifest for place, manifest in manifests.items() if manifest.kept == name}
-
-
-def _stamp_of(directory: Path) -> tuple[int, int] | None:
-    """Return what identifies the content of the manifest in a directory; None if there is none.
-
-    It can raise OSError.
-    """
-    try:
-        found = (directory / files.MANIFEST).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _device_of(path: Path) -> int | None:
-    """Return the number of the device that has a path, or the nearest existing directory above it."""
-    for place in (path, *path.parents):
-        try:
-            return place.stat().st_dev
-        except OSError:
-            continue
-    return None

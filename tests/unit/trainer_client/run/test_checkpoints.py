@@ -52,9 +52,6 @@ class Store:
         self.notes[name] = note
         return SimpleNamespace(state_dir="/state")
 
-    def note_durable(self, step: int) -> None:
-        pass
-
     def forget_step(self, name: str) -> None:
         self.notes.pop(name, None)
 
