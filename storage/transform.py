@@ -40,10 +40,9 @@ from storage.waiting import finish_all
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 21
 # The most elements that a kernel gets at a time. The bytes of such a part of a tile are verified, updated and recorded
-# while they are in the processor's cache. Where nothing is verified or recorded, parts are larger, because threads wait
-# for the interpreter's lock at each of them.
+# while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole tile, because
+# threads wait for the interpreter's lock at each part.
 PART_ELEMENTS = 1 << 18
-PART_ELEMENTS_IN_MEMORY = MAX_TILE_ELEMENTS
 # The master weight and the optimizer states are fp32, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 # One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
@@ -62,7 +61,7 @@ class Tile:
 
     Attributes:
         start: the first element in the group.
-        numel: the number of elements, at most PART_ELEMENTS_IN_MEMORY.
+        numel: the number of elements, at most MAX_TILE_ELEMENTS.
         tensors: the parameter, master weight and states of these elements.
         gradient: the gradient of these elements, in its own dtype.
         scratch: `numel` fp32 elements with undefined contents.
@@ -490,7 +489,7 @@ class _Scratch(threading.local):
     """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(PART_ELEMENTS_IN_MEMORY, dtype=torch.float32)
+        self.tensor = torch.empty(MAX_TILE_ELEMENTS, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,7 +565,7 @@ class _Parts:
         self._kernel = kernel
         self._scratch = scratch
         in_memory = gradient.source is None and all(m.source is None and m.target is None for m in mapped)
-        self._part = PART_ELEMENTS_IN_MEMORY if in_memory else PART_ELEMENTS
+        self._part = numel if in_memory else PART_ELEMENTS
 
     def end_of(self, first: int) -> int:
         """Return the end of the part that begins at element `first` of the tile."""

@@ -46,8 +46,8 @@ _UPDATE_ELEMENTS = 16 << 20
 # The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
 # storage/transform.py).
 _PART_ELEMENTS = 1 << 18
-# Those that it updates at a time where all states are in host memory (PART_ELEMENTS_IN_MEMORY there).
-_PART_ELEMENTS_IN_MEMORY = 1 << 21
+# Those that it updates at a time where all states are in host memory (MAX_TILE_ELEMENTS there).
+_TILE_ELEMENTS = 1 << 21
 # The number of times that each thread makes its updates while several threads are timed.
 _REPEATS = 3
 
@@ -101,7 +101,7 @@ class StoreUpdate:
 
 
 def update_limit(
-    dtype: torch.dtype | None, threads: int, alone: float, part_elements: int = _PART_ELEMENTS_IN_MEMORY
+    dtype: torch.dtype | None, threads: int, alone: float, part_elements: int = _TILE_ELEMENTS
 ) -> float | None:
     """Return the elements a second that all threads together approach, because host memory bounds them.
 
