@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import trainer_client
+from tests.integration.support.gathered_units import counting_gathered
 from tests.integration.support.training import store_config
 from tests.integration.support.unlike_experts import BLOCKS, EXPERTS, WIDTH, Mixture
-from trainer_client.model.units import Unit, UnitState
 
 
 class Deep(nn.Module):
@@ -93,26 +92,11 @@ def test_graphs_without_a_backward_are_freed_without_the_garbage_collector(input
 def test_a_block_with_a_parameter_that_is_not_used_is_released_after_its_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units: list[Unit] = []
-    gathered: list[int] = []
-    init, wait = Unit.__init__, Unit.wait_gather
-
-    def note(unit: Unit, **arguments: Any) -> None:
-        init(unit, **arguments)
-        units.append(unit)
-
-    def count(unit: Unit, *arguments: Any, **more: Any) -> Any:
-        cost = wait(unit, *arguments, **more)
-        gathered.append(sum(each.state is UnitState.GATHERED for each in units if not each.is_root))
-        return cost
-
-    monkeypatch.setattr(Unit, "__init__", note)
-    monkeypatch.setattr(Unit, "wait_gather", count)
     model = Mixture(None)
     for block in model.blocks:
         block.unused = nn.Parameter(torch.ones(3))
-    with start(model, tmp_path) as engine:
+    with counting_gathered(monkeypatch, lambda unit: not unit.is_root) as seen, start(model, tmp_path) as engine:
         engine.backward(engine(torch.randn(2, WIDTH), EXPERTS[0]))
         engine.step()
-        assert max(gathered) <= 2 < BLOCKS
+        assert max(seen) <= 2 < BLOCKS
         assert torch.equal(engine.full_state_dict()["blocks.1.unused"], torch.ones(3))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
+from tests.integration.support.gathered_units import counting_gathered
 from tests.integration.support.memory_ranks import MIB
 from tests.integration.support.model_runs import config_of, start
 from tests.integration.support.ranks import run_ranks
@@ -31,8 +30,6 @@ from tests.integration.support.training import (
 )
 from tests.integration.support.width_ranks import DAEMON, FEATURES, LAYER_BYTES, TOKENS, VOCABULARY
 from trainer_client import ConfigError, TiledParameterError
-from trainer_client.model.unit_policy import UnitSpec
-from trainer_client.model.units import Unit, UnitState
 
 # GPT-2 here has a tied weight of 66 kB and matrices of 16 to 66 kB; the other model a tied weight with a bias of 25 kB.
 SIXTEEN = {"largest_tile": "16KiB", "loss_tokens": 24}
@@ -80,30 +77,6 @@ def test_tiles_compute_what_whole_layers_compute(model_store: str, job: str, tmp
         assert_close(tiled, whole, "bf16" if name.startswith("autocast") else run.precision)
 
 
-@contextmanager
-def watching_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yield a list that gets the number of gathered tiles at each gather of one."""
-    seen: list[int] = []
-    tiles: list[Unit] = []
-    init, wait = Unit.__init__, Unit.wait_gather
-
-    def note(unit: Unit, *, spec: UnitSpec, **arguments: Any) -> None:
-        init(unit, spec=spec, **arguments)
-        if spec.tile is not None:
-            tiles.append(unit)
-
-    def count(unit: Unit, *arguments: Any, **more: Any) -> Any:
-        cost = wait(unit, *arguments, **more)
-        if unit.tile is not None:
-            seen.append(sum(tile.state is UnitState.GATHERED for tile in tiles))
-        return cost
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Unit, "__init__", note)
-        patched.setattr(Unit, "wait_gather", count)
-        yield seen
-
-
 @pytest.mark.parametrize("name", ["fp32 on nvme", "reentrant", "non-reentrant"])
 def test_at_most_two_tiles_are_gathered_at_once(
     model_store: str, job: str, monkeypatch: pytest.MonkeyPatch, name: str
@@ -112,7 +85,7 @@ def test_at_most_two_tiles_are_gathered_at_once(
     # Parameters on NVMe are copied and not mapped, so a released tile is not kept.
     config = config_of(model_store, job, "nvme", tiling=tiling)
 
-    with watching_tiles(monkeypatch) as seen:
+    with counting_gathered(monkeypatch, lambda unit: unit.tile is not None) as seen:
         train_through_store(replace(run, steps=2, config=config))
 
     # Each tile of the tied weight is used by the embedding and by the head, in forward and in backward.
@@ -323,7 +296,7 @@ def test_a_layer_may_be_used_twice_and_the_loss_be_computed_outside_of_the_model
     plain = Shared()
     torch.nn.functional.cross_entropy(plain.head(plain(tokens)).flatten(0, 1), tokens.flatten()).backward()
 
-    with watching_tiles(monkeypatch) as seen:
+    with counting_gathered(monkeypatch, lambda unit: unit.tile is not None) as seen:
         model = Shared()
         engine = start(model, config_of(model_store, job, "nvme", tiling="4KiB"))
         with engine:
