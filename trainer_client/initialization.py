@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from paramserver.contract.bearer import TraceParent
-from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client import comm
 from trainer_client.assembly import make_engine
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -463,7 +462,7 @@ def _connect(
     survival = Survival(
         timeout_seconds=section.reattach_timeout_seconds,
         kept_bytes=int(section.kept_gradients),
-        durable_every=durable_every_steps(parse_durability(section.durability)),
+        durable_every=section.durable_every,
         is_loud=collectives.rank == 0,
     )
     store = RankStore(

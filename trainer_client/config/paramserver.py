@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
-from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED
+from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED, durable_every_steps, parse_durability
 from paramserver.contract.replica_names import replicated_job
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
@@ -321,6 +321,11 @@ class ParamserverSection(Section):
     telemetry: Annotated[TelemetrySection | None, Agreement.NONE] = Field(
         default=None, description="traces of steps for an OpenTelemetry collector"
     )
+
+    @property
+    def durable_every(self) -> int:
+        """The number of steps from one durable commit to the next; 0 if no commit is durable."""
+        return durable_every_steps(parse_durability(self.durability))
 
     @field_validator("job")
     @classmethod

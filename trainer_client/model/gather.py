@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from paramserver.contract.kinds import PARAM
+from trainer_client.errors import ConfigError
 from trainer_client.lanes.lanes import WHOLE, Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.ranks.collectives import Collectives
@@ -40,6 +41,31 @@ class Reuse:
     def of(self, group: FlatGroup) -> int | None:
         """Return the position at which the present bytes of a group are needed again."""
         return self.before_update if group.trainable else self.at_all
+
+
+def is_one_sided(asked: str, *, far: str | None, parameters_on_device: bool, on_cpu: bool) -> bool:
+    """Return whether each rank reads the partitions of all ranks in its store's memory.
+
+    Otherwise each rank reads its own partition, and the ranks gather them.
+
+    Args:
+        asked: the config key `paramserver.gather`.
+        far: why not all ranks can read the memory of one store, or None if they can.
+        parameters_on_device: whether parameters live on the devices of the ranks.
+        on_cpu: whether the ranks compute on CPUs.
+
+    Raises:
+        ConfigError: the config asks for it where it is not possible.
+    """
+    if asked == "store" and far is not None:
+        raise ConfigError(f'paramserver.gather = "store": {far}: write "auto" or "collective"')
+    if asked == "store" and parameters_on_device:
+        raise ConfigError(
+            'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; write '
+            '"auto" or "collective", or place them there (zero_optimization.offload_param)'
+        )
+    # On the CPU, parameters in the arena are mapped in place, which is faster than any copy or collective.
+    return asked == "store" or (asked == "auto" and on_cpu and far is None and not parameters_on_device)
 
 
 class Gather(Protocol):

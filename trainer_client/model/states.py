@@ -101,9 +101,8 @@ class PlacedStates:
 
     @property
     def is_in_store(self) -> bool:
-        """Whether an update of the group changes bytes in the store, so that every step has to be committed."""
-        on_device = self.placement.parameters is Home.DEVICE and self.placement.optimizer is Home.DEVICE
-        return self.group.trainable and not on_device
+        """See the function of this name."""
+        return is_in_store(self)
 
     @property
     def gives_gradients(self) -> bool:
@@ -205,6 +204,12 @@ class PlacedStates:
     def _named(self, values: Mapping[Kind, torch.Tensor]) -> Sequence[Value]:
         dtype_of, slab = self.group.dtype_of, self.group.slab
         return [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()]
+
+
+def is_in_store(placed: Placed) -> bool:
+    """Return whether an update of the group changes bytes in the store, so that every step has to be committed."""
+    on_device = placed.placement.parameters is Home.DEVICE and placed.placement.optimizer is Home.DEVICE
+    return placed.group.trainable and not on_device
 
 
 def placement_bytes(states: Iterable[Placed]) -> dict[str, dict[str, int]]:

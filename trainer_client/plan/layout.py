@@ -16,8 +16,8 @@ from paramserver.contract.store_need import FindNeed, StoreNeed
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.gather import is_one_sided
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.parameters import list_parameters
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
@@ -167,19 +167,16 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
 
 
 def gathers_one_sided(layout: Layout, config: TrainingConfig, *, is_cpu: bool) -> bool:
-    """Return whether each rank reads the partitions of all ranks in its store's memory, as Job chooses it.
+    """Return whether each rank reads the partitions of all ranks in its store's memory; see `is_one_sided`.
 
-    Otherwise each rank reads its own partition, and the ranks gather them.
-
-    Raises:
-        ConfigError: the config asks for it, and the placement or several nodes forbid it.
+    It can raise ConfigError.
     """
-    asked = config.paramserver.gather
-    far, kept = layout.world.nodes > 1, Home.DEVICE in PlacementPolicy.of(config).parameters
-    if asked == "store" and (far or kept):
-        why = "the ranks are on several nodes" if far else "parameters live on the devices of the ranks"
-        raise ConfigError(f'paramserver.gather = "store": {why}; write "auto" or "collective"')
-    return asked == "store" or (asked == "auto" and is_cpu and not far and not kept)
+    return is_one_sided(
+        config.paramserver.gather,
+        far="the ranks are on several nodes" if layout.world.nodes > 1 else None,
+        parameters_on_device=Home.DEVICE in PlacementPolicy.of(config).parameters,
+        on_cpu=is_cpu,
+    )
 
 
 def optimizer_homes(layout: Layout) -> set[Home]:

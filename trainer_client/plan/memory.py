@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paramserver.contract.durability import durable_every_steps, parse_durability
 from paramserver.contract.store_need import FindNeed, StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
@@ -265,8 +264,7 @@ def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
         if planned.group.trainable and planned.placement.optimizer is not Home.DEVICE
     }
     fits = sum(copies.values()) <= int(section.kept_gradients)
-    is_ever_durable = durable_every_steps(parse_durability(section.durability)) > 0
-    return copies if section.reattach_timeout_seconds and is_ever_durable and fits else {}
+    return copies if section.reattach_timeout_seconds and section.durable_every and fits else {}
 
 
 def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -> tuple[int, str]:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paramserver.contract.durability import durable_every_steps, parse_durability
 from paramserver.contract.store_need import StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.placement import Residence
+from trainer_client.model.states import is_in_store
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
 from trainer_client.plan.layout import Layout, PlannedGroup, gathers_one_sided
 from trainer_client.plan.machine import Overhead, Rates
@@ -165,8 +165,8 @@ def find_traffic(
                 total.update(_trained(planned, rules))
     # If any update changes bytes in the store, each step is committed, with the states that are newer on the device.
     # Else only those steps are committed that the durability class asks for (run/commits.py).
-    every = durable_every_steps(parse_durability(config.paramserver.durability))
-    in_store = any(_is_in_store(planned) for planned in layout.groups)
+    every = config.paramserver.durable_every
+    in_store = any(is_in_store(planned) for planned in layout.groups)
     put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
     written = need.updated_bytes + (need.volatile_bytes // every if every else 0) if in_store else put * ranks
     in_memory = 0 if every == 1 else total["in_memory"] * ranks
@@ -293,12 +293,6 @@ def _aside(need: StoreNeed, config: TrainingConfig) -> float:
     return _part(need.spare_bytes, need.volatile_bytes) if begin_early else 0.0
 
 
-def _is_in_store(planned: PlannedGroup) -> bool:
-    """Return whether an update of the group changes bytes in the store (see PlacedStates.is_in_store)."""
-    on_device = planned.placement.parameters is Home.DEVICE and planned.placement.optimizer is Home.DEVICE
-    return planned.group.trainable and not on_device
-
-
 def _state_bytes_read(planned: PlannedGroup) -> int:
     """Return the bytes of one rank's optimizer states and master weights that an update reads."""
     group = planned.group
@@ -349,9 +343,9 @@ def predict(
     passes = (traffic.sums + 2) * traffic.gradients + traffic.put + traffic.returned + traffic.boundaries
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
-    # Updates that begin before the vote count as more elements. Threads share the time in which they compute, but not
-    # that in which all of them wait for host memory: the sum of both is nearer to what was measured than the larger
-    # one.
+    # Updates that begin before the vote count as more elements. The time that the threads compute is divided among
+    # them, and the time that host memory needs is not. The measured time is nearer to the sum of both than to the
+    # larger of them.
     longer = traffic.updated_aside * (ASIDE_FACTOR - 1.0)
     limit = rates.update_limit or (rates.host_memory / UPDATE_BYTES_IN_MEMORY if rates.host_memory else math.inf)
     waiting = (traffic.updated_in_memory + longer) / limit

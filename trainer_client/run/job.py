@@ -23,7 +23,7 @@ from trainer_client.device import CPU, memory_bytes
 from trainer_client.errors import ConfigError, JobConflictError, OtherModelError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
+from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather, is_one_sided
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.tiling import Tiling
@@ -243,23 +243,17 @@ class Job:
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
-        asked = self._settings.paramserver.gather
         (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
-        if asked == "store" and far:
-            raise ConfigError(
-                'paramserver.gather = "store": not all ranks can read the shared memory of one store daemon (they are '
-                f"on several nodes, or use streams); {self.sharers} of {ranks} share this rank's: write "
-                '"auto" or "collective"'
-            )
-        kept = Home.DEVICE in placement.parameters
-        if asked == "store" and kept:
-            raise ConfigError(
-                'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
-                'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
-            )
-        # On the CPU, parameters in the arena are mapped in place, which is faster than any copy or collective.
-        host = self._collectives.device.type == "cpu"
-        if asked == "store" or (asked == "auto" and host and not far and not kept):
+        why = (
+            "not all ranks can read the shared memory of one store daemon (they are on several nodes, or use streams); "
+            f"{self.sharers} of {ranks} share this rank's"
+        )
+        if is_one_sided(
+            self._settings.paramserver.gather,
+            far=why if far else None,
+            parameters_on_device=Home.DEVICE in placement.parameters,
+            on_cpu=self._collectives.device.type == CPU,
+        ):
             return OneSidedGather(self._store, ranks, self.lanes)
         return CollectiveGather(self._store, self._collectives, self.lanes)
 
