@@ -99,15 +99,17 @@ class Admission:
 
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
-        slab, and then only the reader or the kept step holds them. So are gradients, if the host budget (None: the
-        present one) does not hold all of a step, and activations for which room was reserved.
+        slab, and then only the reader or the kept step holds them. So are gradients that are placed on NVMe, all
+        gradients if the host budget (None: the present one) does not hold those of a step, and activations for which
+        room was reserved.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
         reserved = self._gradients.reserved_for_activations
         activations = sum(reserved[name] for name in {job.spec.name for job in active} & reserved.keys())
         spills = 0
-        if tier.is_durable and (activations or not self._holds_all_gradients(host_budget_bytes)):
-            gradients = sum(job.tally.gradient_bytes for job in active)
+        if tier.is_durable:
+            may_all = activations > 0 or not self._holds_all_gradients(host_budget_bytes)
+            gradients = sum(_leaving_bytes(job, may_all=may_all) for job in active)
             spills = max(0, gradients - self._gradients.spilled_bytes)
             spills += max(0, activations - self._gradients.spilled_activation_bytes)
         shared = {
@@ -265,8 +267,8 @@ class Admission:
         durable = self._backing.durable
         nvme = sum(_need(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
-        if not self._holds_all_gradients() or host.total_without_spilling > (limit.host_bytes or math.inf):
-            nvme += sum(layout.tally.gradient_bytes for layout in active)
+        may_all = not self._holds_all_gradients() or host.total_without_spilling > (limit.host_bytes or math.inf)
+        nvme += sum(_leaving_bytes(layout, may_all=may_all) for layout in active)
         all_kept = self.kept_regions(names).union(kept)
         nvme += sum(region.nbytes for region in all_kept)
         if limit.counts_readers:
@@ -355,6 +357,11 @@ def _need(job: Job, tier: BackingTier[Any]) -> int:
     return job.tally.missing_bytes(
         tier.name, lambda backing: versions_needed(job.spec, backing, tier.name, is_durable=tier.is_durable)
     )
+
+
+def _leaving_bytes(job: Job, *, may_all: bool) -> int:
+    """Return the bytes of a job's gradients that may leave host memory: all, or those that are placed elsewhere."""
+    return job.tally.gradient_bytes if may_all else sum(job.tally.leaving_gradients)
 
 
 def _has_copies(job: Job) -> bool:

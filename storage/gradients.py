@@ -2,9 +2,9 @@
 
 This module owns the memory of every gradient and of every activation that a client keeps here, and decides which one
 leaves the arena. A client that does not touch a gradient for a while parks it. A parked gradient stays in the arena
-while there is room, and is spilled otherwise: it is written with checksums to a region that the catalog never names, so
-a crash leaves nothing behind. It must never spill, move or free bytes that a client may write to, or that a tile of an
-update reads.
+if it is placed in the host tier and there is room. Otherwise it is spilled: it is written with checksums to a region
+that the catalog never names, so a crash leaves nothing behind. This module must never spill, move or free bytes that a
+client may write to, or that a tile of an update reads.
 
 [Note: activations] An activation is an input of a part of the model that the client's backward pass needs. It is
 written once, parked, recalled and freed, as a gradient is, and what this module says of gradients holds for it, too.
@@ -88,6 +88,11 @@ class Parkable:
         """Its place among what leaves the arena: lower ones leave first."""
         return 1
 
+    @property
+    def leaves_when_parked(self) -> bool:
+        """Whether it leaves the arena as soon as it is parked, also if there is room."""
+        return False
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Gradient(Parkable):
@@ -96,12 +101,14 @@ class Gradient(Parkable):
     Attributes:
         dtype: the type of its elements.
         numel: their number.
+        leaves_host: whether it is placed on a backing tier.
         update: the update that uses it, from its begin until it is withdrawn; None: there is none.
         waits_for_seal: whether the update waits until its step is sealed, which may be long.
     """
 
     dtype: DType
     numel: int
+    leaves_host: bool = False
     update: asyncio.Task[None] | None = None
     waits_for_seal: bool = False
 
@@ -120,6 +127,15 @@ class Gradient(Parkable):
         if self.update is None or self.waits_for_seal:
             return 1
         return 0 if self.update.done() else 2
+
+    @property
+    def leaves_when_parked(self) -> bool:
+        """Whether it leaves the arena as soon as it is parked, also if there is room.
+
+        It stays if an early update has read it or is about to, because then its bytes are most probably not needed
+        again.
+        """
+        return self.leaves_host and (self.update is None or self.waits_for_seal)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -215,7 +231,14 @@ class Gradients:
             StorageError: a parked gradient had to be spilled to make room, and this failed.
         """
         dtype, numel = group.spec.slab_of_kind[Kind.GRAD].dtype, group.spec.numel
-        gradient = Gradient(job=job, label=key.label(step), size_bytes=numel * dtype.itemsize, dtype=dtype, numel=numel)
+        gradient = Gradient(
+            job=job,
+            label=key.label(step),
+            size_bytes=numel * dtype.itemsize,
+            dtype=dtype,
+            numel=numel,
+            leaves_host=group.gradient_leaves_host,
+        )
         gradient.arena_range = await self._room_for(gradient)
         return gradient
 
@@ -252,7 +275,10 @@ class Gradients:
         memory.is_parked = True
         # The end of a spill under way decides about the range itself.
         if memory.arena_range is not None and memory._spilling is None:
-            self._keep(memory)
+            if memory.leaves_when_parked:
+                self._begin_spill(memory)
+            else:
+                self._keep(memory)
         self.relieve()
 
     async def recall(self, memory: Parkable) -> None:

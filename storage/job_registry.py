@@ -310,9 +310,20 @@ class JobRegistry:
             moved[slab.key] = placement
             undo.callback(self._place, job, slab, slab.spec)
             self._place(job, slab, SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement))
-        undo.callback(setattr, group, "spec", group.spec)
-        group.spec = wanted
+        if Kind.GRAD in wanted.slab_of_kind:
+            placement = wanted.slab_of_kind[Kind.GRAD].placement
+            if placement is not group.spec.slab_of_kind[Kind.GRAD].placement:
+                moved[SlabKey(job.spec.identity, group.spec.name, Kind.GRAD)] = placement
+        undo.callback(self._change_spec, job, group, group.spec)
+        self._change_spec(job, group, wanted)
         return moved
+
+    @staticmethod
+    def _change_spec(job: Job, group: Group, spec: GroupSpec) -> None:
+        """Give a group another spec, which may have another placement of the gradient."""
+        job.tally.uncount_gradient(group)
+        group.spec = spec
+        job.tally.count_gradient(group)
 
     def _place(self, job: Job, slab: Slab, spec: SlabSpec) -> None:
         """Give a slab another placement, and free its copy, because `HostCopy.at_home` may be wrong now."""

@@ -32,7 +32,8 @@ class HostNeed:
     home_bytes: int
     # The bytes of the largest gradients that the ranks can have at once without parking them.
     gradient_bytes: int
-    # The bytes of all gradients of a step.
+    # The bytes of all gradients of a step that are placed in the host tier, and of the largest ones placed elsewhere
+    # that the ranks can have at once without parking them.
     all_gradient_bytes: int
     units: int
     # The bytes of the `units` largest units.
@@ -53,7 +54,8 @@ class HostNeed:
             home += tally.home_bytes
             if ranks:
                 gradients += sum(_largest(tally.gradients, gradients_of_a_rank * ranks))
-                all_gradients += tally.gradient_bytes
+                all_gradients += tally.gradient_bytes - sum(tally.leaving_gradients)
+                all_gradients += sum(_largest(tally.leaving_gradients, gradients_of_a_rank * ranks))
                 # Units that are placed in the host tier are not among these, because `home_bytes` has them.
                 leased = _largest(tally.passing, units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks)
                 units += len(leased)
@@ -73,11 +75,11 @@ class HostNeed:
 
     @property
     def total_without_spilling(self) -> int:
-        """The sum of all bytes if all gradients of a step are in host memory."""
+        """The sum of all bytes if all gradients of a step that are placed in host memory are there."""
         return self.total - self.gradient_bytes + self.all_gradient_bytes
 
     def fits_without_spilling(self, host_budget_bytes: int, fixed_bytes: int) -> bool:
-        """Return whether a host budget has room for all gradients of a step.
+        """Return whether a host budget has room for all gradients of a step that are placed in host memory.
 
         An eighth of the room is left out. Gradients and leased units are ranges of many sizes that cannot be moved, so
         an arena that is nearly full of them can have free bytes and yet no hole that is large enough for the next one.

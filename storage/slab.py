@@ -77,8 +77,9 @@ class Tally:
     # Bytes of the slabs that are placed in the host tier, and bytes of all gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
-    # The bytes of each gradient, ascending.
+    # The bytes of each gradient, ascending, and of each of those that are placed on a backing tier.
     gradients: list[int] = field(default_factory=list)
+    leaving_gradients: list[int] = field(default_factory=list)
     # The bytes of each parameter slab that is not placed in the host tier, ascending.
     passing: list[int] = field(default_factory=list)
     # The copies in the host tier: their number and their bytes.
@@ -119,9 +120,7 @@ class Tally:
         for slab in group.slabs:
             self.count(slab)
         self.elements += sum(shard.numel for shard in group.spec.shards)
-        self.gradient_bytes += group.gradient_bytes
-        if group.gradient_bytes:
-            bisect.insort(self.gradients, group.gradient_bytes)
+        self.count_gradient(group)
 
     def remove(self, group: Group) -> None:
         """Remove a group from the sums because its registration failed; its slabs must have no bytes."""
@@ -130,9 +129,24 @@ class Tally:
             self.changed.pop(slab, None)
             self.unsaved.pop(slab, None)
         self.elements -= sum(shard.numel for shard in group.spec.shards)
-        self.gradient_bytes -= group.gradient_bytes
+        self.uncount_gradient(group)
+
+    def count_gradient(self, group: Group) -> None:
+        """Add the gradient of a group, if it has one. Call `uncount_gradient` before its placement changes."""
         if group.gradient_bytes:
-            del self.gradients[bisect.bisect_left(self.gradients, group.gradient_bytes)]
+            self.gradient_bytes += group.gradient_bytes
+            for sizes in self._gradient_lists(group):
+                bisect.insort(sizes, group.gradient_bytes)
+
+    def uncount_gradient(self, group: Group) -> None:
+        """Remove the gradient of a group; this undoes `count_gradient`."""
+        if group.gradient_bytes:
+            self.gradient_bytes -= group.gradient_bytes
+            for sizes in self._gradient_lists(group):
+                del sizes[bisect.bisect_left(sizes, group.gradient_bytes)]
+
+    def _gradient_lists(self, group: Group) -> list[list[int]]:
+        return [self.gradients, self.leaving_gradients] if group.gradient_leaves_host else [self.gradients]
 
     def count(self, slab: Slab) -> None:
         """Add a slab, as it is now, to the sums. Call `uncount` before its placement changes."""
@@ -346,6 +360,12 @@ class Group:
     def gradient_bytes(self) -> int:
         """Bytes of the group's gradient, rounded up to whole pages; 0 if it has none."""
         return round_up(self.spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in self.spec.slab_of_kind else 0
+
+    @property
+    def gradient_leaves_host(self) -> bool:
+        """Whether the group's gradient is placed on a backing tier, so that it leaves the arena once it is parked."""
+        gradient = self.spec.slab_of_kind.get(Kind.GRAD)
+        return gradient is not None and gradient.placement is not TierName.HOST
 
     def slab(self, kind: Kind, job: str) -> Slab:
         """Return the slab of a kind.

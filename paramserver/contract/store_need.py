@@ -17,9 +17,11 @@ class StoreNeed:
 
     Attributes:
         home_bytes: host memory for slabs that are placed there.
-        gradient_bytes: host memory for gradients: for all of a step if they fit into the host budget, else for the
-            largest ones that the ranks can have at once without parking them.
-        spilled_gradient_bytes: bytes on NVMe for gradients that do not fit into the host budget; 0 if all fit.
+        gradient_bytes: host memory for gradients: for all of a step that are placed there, if they fit into the host
+            budget, and for the largest ones that the ranks can have at once without parking them.
+        placed_gradient_bytes: bytes of the gradients that are placed on NVMe.
+        spilled_gradient_bytes: bytes on NVMe for gradients: for those that are placed there, or for all if the others
+            do not fit into the host budget.
         boundary_bytes: bytes of the boundaries of activation checkpoints that the store has at once, after a forward.
         boundary_host_bytes: host memory that these take: all, or what the rest of a step leaves them.
         spilled_boundary_bytes: bytes of them that are written to NVMe, because they find no room in host memory.
@@ -31,7 +33,7 @@ class StoreNeed:
             that begin before their step is voted for keep their results there.
         passing_bytes: parameters that are placed elsewhere and pass through host memory.
         least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
-        ample_host_budget: the smallest host budget with which all gradients of a step stay in host memory.
+        ample_host_budget: the smallest host budget with which all gradients that are placed in host memory stay there.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
         updated_bytes: bytes of those of them that an update replaces: the slabs of groups that have a gradient.
@@ -42,6 +44,7 @@ class StoreNeed:
 
     home_bytes: int
     gradient_bytes: int
+    placed_gradient_bytes: int
     spilled_gradient_bytes: int
     boundary_bytes: int
     boundary_host_bytes: int

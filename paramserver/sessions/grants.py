@@ -147,7 +147,8 @@ class Grants:
         gradient = await self._engine.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
         lease = await self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
-        lease.asks_to_park = session.parks_gradients or self._host_quota.must_park(session.owner, job)
+        must_park = self._host_quota.must_park
+        lease.asks_to_park = gradient.leaves_host or session.parks_gradients or must_park(session.owner, job)
         return lease
 
     async def acquire_activation(self, session: Session, use: pb.ActivationUse) -> Lease:

@@ -338,7 +338,7 @@ class ParameterStoreServicer:
     def ParkGradients(self, request, context):
         """Parks gradients (write leases of kind GRAD): the client promises not to touch their bytes until it recalls them. It
         keeps the leases, and may hand the gradients over, as they are. The store keeps a parked gradient in host memory
-        while there is room, and else writes it to NVMe and reads it back tile by tile for its update.
+        while there is room and it is placed there, and else writes it to NVMe and reads it back tile by tile for its update.
 
         A client recalls a gradient with AcquireLeases, which returns the same lease with the place where the bytes are
         now. Parking a gradient twice has no effect. Activations are parked and recalled in the same way. Returns at once.

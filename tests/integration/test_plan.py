@@ -138,6 +138,38 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     assert traffic.nvme_read == 0
 
 
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "clipping"])
+def test_gradients_placed_on_nvme_are_written_as_often_as_a_plan_says(tmp_path: Path, clipping: float) -> None:
+    raw = config(tmp_path / "state", stage=3, homes=("nvme", "nvme"), bf16=True)
+    raw["paramserver"]["placement"]["gradients"] = "nvme"
+    raw |= {"gradient_clipping": clipping, "gradient_accumulation_steps": 2}
+    layout, need = planned(tmp_path, raw)
+    raw["paramserver"]["nvme_budget"] = need.nvme_bytes + MIB // 16
+    loaded = load_config(raw, {})
+    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    traffic = find_traffic(layout, memory, loaded, 2, is_cpu=True)
+    address = f"unix:{tmp_path / 'state'}/paramserver.sock"
+
+    engine, *_ = trainer_client.initialize(model=model(), config=raw)
+    with engine:
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        written = 0
+        for _ in range(3):
+            before = tiers(address)[1].bytes_written
+            for _ in range(2):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            engine.wait_for_commit()
+            written = tiers(address)[1].bytes_written - before
+
+    # One micro-batch or both leave gradients that no update has read yet.
+    assert traffic.nvme_written == need.written_bytes + need.placed_gradient_bytes * (2 if clipping else 1)
+    # The root's gradient is complete when a pass ends, and may be used by the next one before it is parked.
+    (root,) = (unit.groups[0].group for unit in layout.units if not unit.fqn)
+    of_root = -(-root.slot_table.partition_numel * root.gradient_dtype.itemsize // 4096) * 4096
+    assert traffic.nvme_written - of_root <= written <= traffic.nvme_written
+
+
 # The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches, the key `gather`.
 JOBS: list[tuple[int, tuple[Any, Any], int, str]] = [
     (0, ("device", "device"), 2, "auto"),

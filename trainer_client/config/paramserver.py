@@ -41,7 +41,11 @@ class PlacementSection(Section):
         description='`device`, `host`, `nvme`, or the fraction of each: `{"host": 0.3, "nvme": 0.7}`; null: as the '
         "`offload` sections say",
     )
-    gradients: HomeShares | None = Field(default=None, description="`device` or `host`, or the fraction of each")
+    gradients: HomeShares | None = Field(
+        default=None,
+        description="as `parameters`; those on `nvme` leave host memory as soon as they are complete; null: `device` "
+        "where the optimizer's states are there, else `host`",
+    )
     optimizer: HomeShares | None = Field(
         default=None, description="as `parameters`; null: as the `offload` sections say"
     )

@@ -182,7 +182,9 @@ class FlatGroup:
         ]
         if self.trainable:
             dtype = WIRE_DTYPES[self.dtype_of(GRAD)]
-            kinds.append(pb.KindSpec(kind=GRAD, dtype=dtype, placement=tiers.HOST))
+            # A gradient at home on the device passes through the store's host memory on its way to an update there.
+            home = tiers.NVME if placement.gradients is Home.NVME else tiers.HOST
+            kinds.append(pb.KindSpec(kind=GRAD, dtype=dtype, placement=home))
         shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.partition_offset) for s in self.shards]
         return pb.ShardGroup(name=self.name, numel=self.slot_table.partition_numel, shards=shards, kinds=kinds)
 

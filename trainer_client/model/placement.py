@@ -91,11 +91,6 @@ class PlacementPolicy:
             _refuse_both("optimizer", "offload_optimizer", zero.offload_optimizer)
             optimizer = _shares("optimizer", section.optimizer)
         gradients = None if section.gradients is None else _shares("gradients", section.gradients)
-        if gradients is not None and Home.NVME in gradients:
-            raise ConfigError(
-                'paramserver.placement.gradients is "nvme": gradients are read once, right after they are written, and '
-                'never go through NVMe; write "host" or "device"'
-            )
         if zero.stage < 3 and parameters != _ALL_ON_DEVICE:
             raise ConfigError(
                 f"zero_optimization.stage is {zero.stage}: every rank keeps the whole parameters on its device; "

@@ -206,8 +206,9 @@ def _rank_table(found: Mapping[str, Any]) -> Table:
 def _node_table(found: Mapping[str, Any]) -> Table:
     store = found["store"]
     table = Table("one node", "GiB", "because", title="The store of a node, exact but for other jobs")
-    spills = bool(store["spilled_gradient_bytes"])
-    gradients = "of all ranks, the largest that are in use at once" if spills else "of all ranks, until their updates"
+    gradients = "of all ranks, until their updates"
+    if store["spilled_gradient_bytes"]:
+        gradients = "of all ranks; of those that go to NVMe, the largest that are in use at once"
     rows = (
         ("host: placed there", "home_bytes", "copies that are never evicted"),
         ("host: gradients", "gradient_bytes", gradients),
@@ -221,7 +222,7 @@ def _node_table(found: Mapping[str, Any]) -> Table:
         ),
         ("host budget", "host_budget", "taken in full; what is left holds parameters that pass through"),
         ("nvme: one version", "version_bytes", "of all states"),
-        ("nvme: gradients", "spilled_gradient_bytes", "of all ranks, if they do not fit into the host budget"),
+        ("nvme: gradients", "spilled_gradient_bytes", "of all ranks, placed there or without room in the host budget"),
         ("nvme: boundaries", "spilled_boundary_bytes", "those that find no room in host memory"),
         (
             "nvme: reserved",

@@ -181,14 +181,9 @@ def find_traffic(
     # because the next use of parameters is known.
     states = total["states"] * ranks
     states_hit = _part(max(0, memory.free_host_budget - through), states)
-    # On the CPU, the gradients that do not fit are written after each micro-batch, and read for the next one or for the
-    # update. On a GPU their sums stay there until the last micro-batch (step/gradients.py). No more of them stay in
-    # host memory than the admission counts, because parameters take the rest.
     # Boundaries that do not fit are written in each forward, and read in its backward pass.
-    gradients_spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
-    gradients_spilled = gradients_spilled * total["spilling"] // max(1, total["gradients"])
     spilled_boundaries = need.spilled_boundary_bytes * micro_batches
-    spilled = gradients_spilled * (micro_batches if is_cpu else 1) + spilled_boundaries
+    spilled = _spilled_gradients(need, total, config, micro_batches if is_cpu else 1) + spilled_boundaries
     return Traffic(
         to_rank=int(total["leased"] * (1.0 - copies.hit)) + total["returned"] + boundaries,
         from_rank=total["sent"] + put + boundaries,
@@ -284,13 +279,33 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
     }
 
 
+def _spilled_gradients(need: StoreNeed, total: Mapping[str, int], config: TrainingConfig, passes: int) -> int:
+    """Return the bytes of gradients that the ranks of a store write to NVMe in a step, and read from it.
+
+    Args:
+        passes: how often a complete gradient or a sum leaves the rank. On the CPU it does after each micro-batch, for
+            the next one or for the update; on a GPU, sums stay there until the last micro-batch (step/gradients.py).
+    """
+    if need.spilled_gradient_bytes > need.placed_gradient_bytes:
+        # Those placed in host memory do not fit. No more of them stay there than the admission counts, because
+        # parameters take the rest.
+        spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
+        return spilled * total["spilling"] // max(1, total["gradients"]) * passes
+    # An update that begins in the last backward pass reads the gradient before it would be written.
+    return need.placed_gradient_bytes * (passes - 1 if _begin_early(config) else passes)
+
+
+def _begin_early(config: TrainingConfig) -> bool:
+    """Return whether updates begin before their step is voted for: not if gradients are clipped by their norm."""
+    return config.paramserver.early_updates and not config.gradient_clipping
+
+
 def _aside(need: StoreNeed, config: TrainingConfig) -> float:
     """Return the fraction of the updates in host memory that begin before their step is voted for.
 
-    Only those do for whose results the host budget has room, and none if gradients are clipped by their norm.
+    Only those do for whose results the host budget has room.
     """
-    begin_early = config.paramserver.early_updates and not config.gradient_clipping
-    return _part(need.spare_bytes, need.volatile_bytes) if begin_early else 0.0
+    return _part(need.spare_bytes, need.volatile_bytes) if _begin_early(config) else 0.0
 
 
 def _state_bytes_read(planned: PlannedGroup) -> int:

@@ -71,7 +71,6 @@ class RankStore:
     See [Note: attaching again] in attachments.py.
 
     Attributes:
-        asks_to_park: whether the store asks this rank to park gradients that it does not use for a while.
         activations: the leases for activations.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
@@ -106,8 +105,8 @@ class RankStore:
         trace_parent: TraceParent | None = None,
         on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
     ) -> None:
-        # Whether the last gradient that was leased came with the request to park it.
-        self.asks_to_park = False
+        # The groups whose gradient, when it was leased last, came with the request to park it.
+        self._to_park: set[str] = set()
         self._as_of_step: int | None = None  # None if reads see the newest version, committed or not.
         self.address = address
         self.credentials = credentials
@@ -448,6 +447,7 @@ class RankStore:
         wants = [
             pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs
         ]
+        groups = [want.slab.group for want in wants]
 
         def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             return [lease_calls.open_write(at, lease) for lease in response.leases]
@@ -465,11 +465,20 @@ class RankStore:
 
         call = RepeatedCall(self._attachments, ask)
         if of_gradients:
-            call.on_response(self._note_parking)
+            call.on_response(partial(self._note_parking, groups))
         return call
 
-    def _note_parking(self, response: pb.AcquireLeasesResponse) -> None:
-        self.asks_to_park = any(lease.park for lease in response.leases)
+    def _note_parking(self, groups: Sequence[str], response: pb.AcquireLeasesResponse) -> None:
+        for group, lease in zip(groups, response.leases, strict=True):
+            (self._to_park.add if lease.park else self._to_park.discard)(group)
+
+    @property
+    def asks_to_park(self) -> bool:
+        """Whether the store asks this rank to park any gradients that it does not use for a while.
+
+        It asks for all of them if host memory may not hold those of a step, and else for those placed on NVMe.
+        """
+        return bool(self._to_park)
 
     def park(self, group: str, leased: LeasedBytes, *, is_sent: bool) -> LeasedBytes | None:
         """Park a gradient, and return its lease without the bytes; None if its daemon is gone. It does not wait.

@@ -94,6 +94,7 @@ class Layout:
     precision: DType = DType.FLOAT32
     weights: TierName = TierName.NVME
     moments: TierName = TierName.NVME
+    gradients: TierName = TierName.HOST
     every_steps: int = 1
     world_size: int = 1
     # Whether each shard has no gradient in every fourth step.
@@ -140,7 +141,7 @@ class Layout:
             shards=tuple(
                 Shard(fqn=f"{name}.{s.fqn}", offset=0, numel=s.numel, group_offset=s.group_offset) for s in self.shards
             ),
-            slabs=(*slabs, SlabSpec(kind=Kind.GRAD, dtype=self.precision, placement=TierName.HOST)),
+            slabs=(*slabs, SlabSpec(kind=Kind.GRAD, dtype=self.precision, placement=self.gradients)),
         )
 
     def job(self) -> JobSpec:

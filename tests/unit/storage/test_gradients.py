@@ -313,6 +313,64 @@ async def test_a_job_whose_gradients_do_not_fit_needs_room_for_them_on_nvme(tmp_
     assert f" {spills + versions} more are needed" in str(refused.value)
 
 
+@IN_EACH_LAYOUT
+async def test_gradients_placed_on_nvme_leave_host_memory_when_they_are_parked(layout: Layout, tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, replace(layout, gradients=TierName.NVME)).begin()
+        # There is room for all of them.
+        assert not engine.must_park(training.job)
+        for step in (1, 2):
+            await training.hand_over(before_update=spilling(engine))
+            await training.commit(step)
+            assert engine.gradients.spilled_bytes == 0
+        await training.assert_at(2)
+
+
+async def test_a_gradient_placed_on_nvme_stays_in_host_memory_if_its_update_reads_it_there(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, groups=("a",), gradients=TierName.NVME)).begin()
+        seen: list[Gradient] = []
+
+        async def note(gradient: Gradient) -> None:
+            seen.append(gradient)
+
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
+            await asyncio.to_thread(begun.wait)
+            engine.gradients.park(seen[0])
+            assert engine.gradients.parked_bytes == seen[0].nbytes
+            go_on.set()
+            await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memory(tmp_path: Path) -> None:
+    """The first job places its gradients on NVMe, and then half of them, which the catalog remembers."""
+    layout = replace(LAYOUT, groups=tuple(f"block.{i}" for i in range(4)), gradients=TierName.NVME)
+    gradient = round(layout.group("block.0").numel * 4 / 4096 + 0.5) * 4096
+    async with opened(tmp_path, **ROOM, gradients_of_a_rank=1) as engine:
+        training = await Training(engine, layout).begin()
+        await training.hand_over()
+        await training.commit(1)
+        admission = engine._job_registry.admission
+        need = admission._all_need()
+        assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, gradient)
+        reserved = admission._need(engine.backing.durable)
+        assert reserved >= 4 * gradient
+        half = [
+            replace(layout, gradients=TierName.HOST if number % 2 else TierName.NVME).group(name)
+            for number, name in enumerate(layout.groups)
+        ]
+        await engine.register(training.job, half)
+        need = admission._all_need()
+        assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, 3 * gradient)
+        assert admission._need(engine.backing.durable) == reserved - 2 * gradient
+    async with opened(tmp_path, **ROOM, gradients_of_a_rank=1) as engine:
+        job = engine.job(layout.name)
+        assert [job.group(name).gradient_leaves_host for name in layout.groups] == [True, False, True, False]
+        assert job.tally.leaving_gradients == [gradient, gradient] and job.tally.gradients == [gradient] * 4
+
+
 async def test_the_accounts_name_the_holders_of_spilled_gradients(
     tmp_path: Path, without_room: Callable[[Engine], None]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def test_gradients_go_where_their_optimizer_states_are_unless_the_config_says_ot
 
     assert {(p.optimizer, p.gradients) for p in beside} == {(Home.NVME, Home.HOST), (Home.DEVICE, Home.DEVICE)}
     assert {p.gradients for p in apart} == {Home.DEVICE}
+    spread_out = policy(2, {"optimizer": split, "gradients": {"nvme": 0.5, "host": 0.5}}).assign([16] * 4)
+    assert Counter(p.gradients for p in spread_out) == {Home.NVME: 2, Home.HOST: 2}
 
 
 def test_fractions_are_met_everywhere_in_the_model_as_nearly_as_whole_groups_allow() -> None:
@@ -72,7 +75,6 @@ def test_an_offload_that_the_stage_does_not_have_is_ignored_as_in_deepspeed() ->
         (1, {"parameters": "host"}, {}, ["stage is 1", "placement.parameters", "needs stage 3"]),
         (0, {"optimizer": "nvme"}, {}, ["stage is 0", "placement.optimizer", "needs stage 1, 2 or 3"]),
         (3, {"optimizer": "gpu"}, {}, ["paramserver.placement.optimizer", "paramserver.gpu_budget", '"device"']),
-        (3, {"gradients": "nvme"}, {}, ["paramserver.placement.gradients", "never go through NVMe", '"host"']),
         (3, {"optimizer": {"host": 0.3, "nvme": 0.6}}, {}, ["paramserver.placement.optimizer", "sum to 0.9"]),
         (3, {"optimizer": "disk"}, {}, ["paramserver.placement.optimizer", "'disk'", "'nvme'"]),
         (
