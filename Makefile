@@ -19,7 +19,7 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts lenders mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
+  fuzz readers restarts lenders resumes mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
   bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
   bench-activations bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap bench-remote plots docs \
   proto lock clean distclean
@@ -103,6 +103,10 @@ lenders: N ?= 200
 lenders: venv ## Kill, stop and empty the lenders of a training run N times and compare the bits (N=200 SEED=...)
 	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))
 
+resumes: N ?= 90
+resumes: venv ## Kill runs of models larger than memory N times, resume them and compare the bits (N=90 SEED=...)
+	$(BIN)/python -m tests.faults.resumes --kills $(N) $(if $(SEED),--seed $(SEED))
+
 mutants: venv ## Leave out each wait of the copies beside computation, and look whether tests find it (ONLY=part of a name)
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
 	  tests/device/test_lanes_training.py
@@ -117,7 +121,7 @@ device-kills: venv ## Kill N ranks on the simulated device, or their daemons, an
 	$(BIN)/python -m tests.device.kills --kills $(N) $(if $(SEED),--seed $(SEED))
 
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
-	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix
+	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_large_matrix.py --whole-matrix
 
 device-tests: venv ## Run the tests on the simulated accelerator alone, and fail if there is no g++ (some 2 minutes)
 	PARAMSERVER_REQUIRE_DEVICE=1 $(PYTEST) tests/device

@@ -38,6 +38,12 @@ PLACES = {
         },
     ),
     "zero-2 + fractions": Place(stage=2, placement={"optimizer": {"device": 0.5, "nvme": 0.5}}),
+    "zero-3 + gradients nvme": Place(
+        stage=3, placement={"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+    ),
+    "zero-2 + gradients nvme": Place(
+        stage=2, placement={"gradients": {"device": 0.2, "host": 0.4, "nvme": 0.4}, "optimizer": "host"}
+    ),
 }
 
 _TWICE = Run(with_masters=True, steps=3, clipping=0.5, accumulation=2)

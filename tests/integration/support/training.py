@@ -82,6 +82,8 @@ class Result:
         norms: the norm of each step's gradient, if it is clipped.
         weights: the final weights by name.
         moments: the optimizer's final states by "FQN/state", for runs that compare them.
+        boundaries: the bytes of boundaries of checkpoints by where they were in the last step.
+        tiles: the number of tiles of layers.
     """
 
     losses: list[float]
@@ -92,6 +94,8 @@ class Result:
     skipped: int = 0
     resumed_step: int = 0
     placement: dict[str, dict[str, int]] = field(default_factory=dict)
+    boundaries: dict[str, int] = field(default_factory=dict)
+    tiles: int = 0
 
 
 def store_config(state_dir: Path, device: str = "nvme", **section: Any) -> dict[str, Any]:
@@ -417,10 +421,13 @@ def train_through_store(run: Run) -> Result:
             ended = engine.micro_steps % run.accumulation == 0
             if run.clipping and ended and norm is not None and math.isfinite(norm):
                 norms.append(norm)
+        report = engine.step_report()
         return Result(
             losses=losses,
             norms=norms,
             weights=engine.full_state_dict(),
+            boundaries={} if report is None else dict(report.boundaries),
+            tiles=sum(p.tile_of is not None for state in engine._states for p in state.group.parameters),
             plane=engine.data_plane,
             moments=moments_of(engine) if run.with_masters else {},
             skipped=engine.skipped_steps,
