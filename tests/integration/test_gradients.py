@@ -33,7 +33,9 @@ from tests.integration.support.training import (
     train_with_masters,
 )
 from tests.integration.support.training import launch as launch_runs
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client import StoreClientSync
 from trainer_client.step.gradient_memory import LeasedMemory
 from trainer_client.transport.pending_calls import RepeatedCall
 
@@ -207,6 +209,30 @@ def test_memory_may_be_given_back_by_what_runs_while_it_is_waited_for(
             assert act == "free" or bool((leased.data == 7).all())
         memory.free()
     assert_nothing_left(daemons[0])
+
+
+def test_gradients_leave_host_memory_that_holds_them_all_but_has_no_room_for_the_next_one(tmp_path: Path) -> None:
+    """The admission has counted the room that a reader's leases take, so the store did not ask to park gradients."""
+    config = {"host_budget": 6 * MIB, "nvme_budget": "1GiB", "admission_timeout_seconds": 20.0}
+    with Daemon(tmp_path / "state", config) as daemon, StoreClientSync.connect(daemon.address) as client:
+        values = {name: torch.randn(5 * MIB // 16) for name in ("first", "second")}
+        with client.open("held", values) as job:
+            job.put(values)
+            job.commit()
+        with client.read("held") as reader, admin_of(daemon.address) as admin:
+            reader.prefetch(values)
+            # The copies that are not leased are evicted.
+            wait_until(
+                lambda: (
+                    admin.EvictCopies(admin_pb.EvictCopiesRequest(all_jobs=True))
+                    and tiers(daemon.address)[0].used_bytes >= 10 * MIB // 4
+                )
+            )
+            run = run_of(daemon, "stage 3, clipping", 1)
+            found = train_through_store(run)
+            assert torch.equal(reader.get("first"), values["first"])
+        assert_bit_equal(found, train_with_masters(run))
+        assert_nothing_left(daemon)
 
 
 def test_a_rank_is_killed_with_spilled_gradients(small: Daemon, tmp_path: Path) -> None:

@@ -73,8 +73,12 @@ class GradientMemory(Protocol):
         """The leased memory that the gradient is in; None if it is on the device. Call `start` and `send` before."""
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no request for memory of the store is under way."""
+
+    @property
     def can_park(self) -> bool:
-        """Whether memory of the store was asked for, and the store asks for gradients to be parked."""
+        """Whether memory of the store was asked for, and gradients are to be parked."""
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         """Park the gradient until `partition` is used again; memory without a gradient is given back.
@@ -162,6 +166,10 @@ class LeasedMemory:
         return self.wait()
 
     @property
+    def is_settled(self) -> bool:
+        return self._pending is None
+
+    @property
     def can_park(self) -> bool:
         return self._is_requested and self._store.asks_to_park
 
@@ -174,7 +182,7 @@ class LeasedMemory:
         if self._pending is not None:
             (self._leased,) = self._pending.wait()
             self._pending = None
-        if self._leased is None or self._is_parked or not self._leased.asks_to_park:
+        if self._leased is None or self._is_parked or not (self._leased.asks_to_park or self._store.parks_all):
             return None
         is_sent = sent is not None and sent.is_same_lease(self._leased)
         parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
@@ -324,6 +332,10 @@ class StagedMemory:
         return self._home.leased
 
     @property
+    def is_settled(self) -> bool:
+        return self._home.is_settled
+
+    @property
     def can_park(self) -> bool:
         return self._home.can_park
 
@@ -400,6 +412,10 @@ class DeviceMemory:
     @property
     def leased(self) -> LeasedBytes | None:
         return None
+
+    @property
+    def is_settled(self) -> bool:
+        return True
 
     @property
     def can_park(self) -> bool:

@@ -37,6 +37,10 @@ class GradientWindow:
             oldest.park()
         self._used[gradient] = None
 
+    def has(self, gradient: Parkable) -> bool:
+        """Return whether a gradient is one of those that were used last."""
+        return gradient in self._used
+
     def remove(self, gradient: Parkable) -> None:
         """Take note that a gradient was parked, or is not needed any more. Idempotent."""
         self._used.pop(gradient, None)

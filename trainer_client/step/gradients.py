@@ -409,8 +409,9 @@ class Gradients:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
+        store.relieve = self._park_rest
         # An accelerator computes all norms exactly.
-        window = GradientWindow()
+        window = self._window = GradientWindow()
         norms = self._norms = Norms(exact=exact_norms or not on_host)
         in_store = LeasedMemory if on_host else StagedMemory
 
@@ -432,6 +433,12 @@ class Gradients:
     def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
         """Return the gradients of the unit's trainable groups."""
         return self._of_unit[unit.index]
+
+    def _park_rest(self) -> None:
+        """Park all gradients but those that were used last and those for which a request is under way."""
+        for group in self._groups:
+            if group.memory.is_settled and not self._window.has(group):
+                group.park()
 
     def begin_backward(self, *, reduces: bool, is_last: bool) -> None:
         """Expect the gradients of a backward pass.

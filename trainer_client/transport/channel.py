@@ -6,6 +6,7 @@ whether it may be repeated.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -44,6 +45,8 @@ SERVICE_NAME = "paramserver.v1.ParameterStore"
 CONTROL_DEADLINE_SECONDS = 30.0
 LEASE_DEADLINE_SECONDS = 300.0
 COMMIT_DEADLINE_SECONDS = 900.0
+# See `Pending.while_late`.
+_LATE_SECONDS = 1.0
 
 _OPTIONS = (
     # A daemon that has just been started serves within a second. grpc's default would wait one second between attempts.
@@ -208,6 +211,7 @@ class Pending(Generic[T]):
             release: called with the response if the result is not wanted; releases what was granted.
         """
         self.waited_seconds = 0.0
+        self._late: Callable[[], bool] | None = None
         self._release = release
         self._future = future
         self._finish = finish
@@ -252,8 +256,17 @@ class Pending(Generic[T]):
         """Call `act` as soon as `wait` would return or raise at once, on any thread; now if it would already."""
         self._future.add_done_callback(lambda _: act())
 
+    def while_late(self, act: Callable[[], bool]) -> None:
+        """Have `wait` call `act` after each _LATE_SECONDS without an answer, until `act` returns True."""
+        self._late = act
+
     def _wait(self) -> T:
         began, computed = time.monotonic(), time.thread_time()
+        if self._late is not None and not self.is_answered:
+            answered = threading.Event()
+            self.when_answered(answered.set)
+            while not answered.wait(_LATE_SECONDS) and not self._late():
+                pass
         try:
             response = self._future.result()
         except grpc.RpcError as error:

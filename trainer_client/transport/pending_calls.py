@@ -24,6 +24,7 @@ class RepeatedCall(Pending[T]):
 
     def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
         self.waited_seconds = 0.0
+        self._late: Callable[[], bool] | None = None
         self._attachments = attachments
         self._ask = ask
         self.attachment, self._pending = self._begin()
@@ -41,6 +42,8 @@ class RepeatedCall(Pending[T]):
             at = self.attachment
             try:
                 if at is self._attachments.current:
+                    if self._late is not None:
+                        self._pending.while_late(self._late)
                     result = self._pending.wait()
                     self.waited_seconds = self._pending.waited_seconds
                     return result

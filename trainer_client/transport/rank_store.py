@@ -7,6 +7,7 @@ fails that the caller does not wait for, the next call raises its error.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,8 @@ KEEPING_DEADLINE_SECONDS = 3600.0
 
 __all__ = ["GroupUpdate", "LaterValues", "RankStore", "SlabName", "Value"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # A function that makes a context in which values are copied from the device. The end of the context waits for the
@@ -71,6 +74,9 @@ class RankStore:
     See [Note: attaching again] in attachments.py.
 
     Attributes:
+        parks_all: whether this rank parks all gradients that it does not use for a while, also those for which the
+            store has not asked.
+        relieve: is called to have them parked, on a thread that waits for a lease.
         activations: the leases for activations.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
@@ -107,6 +113,8 @@ class RankStore:
     ) -> None:
         # The groups whose gradient, when it was leased last, came with the request to park it.
         self._to_park: set[str] = set()
+        self.parks_all = False
+        self.relieve: Callable[[], None] = lambda: None
         self._as_of_step: int | None = None  # None if reads see the newest version, committed or not.
         self.address = address
         self.credentials = credentials
@@ -440,7 +448,31 @@ class RankStore:
             return Pending(future, partial(finish, at, memory), waited, partial(lease_calls.release_granted, at))
 
         # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
-        return RepeatedCall(self._attachments, ask)
+        return self._repeated(ask)
+
+    def _repeated(self, ask: Callable[[Attachment], Pending[list[LeasedBytes]]]) -> Pending[list[LeasedBytes]]:
+        """Request leases, also of the next daemon, and relieve the store if they have to wait for room."""
+        call = RepeatedCall(self._attachments, ask)
+        call.while_late(self._relieve_if_pressed)
+        return call
+
+    def _relieve_if_pressed(self) -> bool:
+        """Have gradients parked if the daemon says that requests wait for room; return whether it does.
+
+        Where the host budget holds all gradients of a step, the store asks for none to be parked. But gradients and
+        other leases are ranges of many sizes that cannot be moved, so free bytes may be in holes that are too small,
+        and other clients may hold leases for long. The store spills what is parked.
+        """
+        if not self._attachments.current.session.is_pressed:
+            return False
+        if not self.parks_all:
+            log.warning(
+                "the store has had no room for a lease of this rank for some time: gradients that do not fit go "
+                "through NVMe from now on; raise host_budget if steps take longer"
+            )
+        self.parks_all = True
+        self.relieve()
+        return True
 
     def acquire_write(self, slabs: Iterable[SlabName], step: int) -> Pending[list[LeasedBytes]]:
         """Request write leases, all or none; the result has the order of `slabs`. The bytes will belong to `step`."""
@@ -463,7 +495,7 @@ class RankStore:
             release = partial(lease_calls.release_granted, at)
             return Pending(lease_calls.acquire(at, wants), partial(finish, at), waited, release)
 
-        call = RepeatedCall(self._attachments, ask)
+        call = self._repeated(ask)
         if of_gradients:
             call.on_response(partial(self._note_parking, groups))
         return call
@@ -474,11 +506,11 @@ class RankStore:
 
     @property
     def asks_to_park(self) -> bool:
-        """Whether the store asks this rank to park any gradients that it does not use for a while.
+        """Whether this rank is to park any gradients that it does not use for a while.
 
-        It asks for all of them if host memory may not hold those of a step, and else for those placed on NVMe.
+        The store asks for all of them if host memory may not hold those of a step, and else for those placed on NVMe.
         """
-        return bool(self._to_park)
+        return self.parks_all or bool(self._to_park)
 
     def park(self, group: str, leased: LeasedBytes, *, is_sent: bool) -> LeasedBytes | None:
         """Park a gradient, and return its lease without the bytes; None if its daemon is gone. It does not wait.
@@ -524,7 +556,7 @@ class RankStore:
             release = partial(lease_calls.release_granted, at)
             return Pending(lease_calls.acquire(at, wants), partial(finish, at), waited, release)
 
-        return RepeatedCall(self._attachments, ask)
+        return self._repeated(ask)
 
     def refill(self, group: str, leased: LeasedBytes, former: LeasedBytes) -> None:
         """Copy the gradient of a lease whose daemon was lost into a lease of the next daemon.

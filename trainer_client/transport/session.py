@@ -71,6 +71,7 @@ class Session:
 
     Attributes:
         left_at: the time at which the session was last left in state ATTACHED, in seconds of time.monotonic().
+        is_pressed: whether the daemon has said last that requests wait for room in host memory.
 
     Args:
         stub: makes the calls.
@@ -100,6 +101,7 @@ class Session:
         self._state = SessionState.OPENING
         self._failure: StoreError | None = None
         self.left_at = 0.0
+        self.is_pressed = False
         self._closing = threading.Event()
         self._welcome = pb.SessionResponse.Welcome()
         self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client, registers_arena=registers_arena))
@@ -219,6 +221,8 @@ class Session:
 
     def _on_notice(self, event: pb.SessionResponse.Event, text: str) -> None:
         log.log(logging.INFO if event in _ORDINARY else logging.WARNING, "store daemon: %s", text)
+        if event in (pb.SessionResponse.EVENT_BUDGET_PRESSURE, pb.SessionResponse.EVENT_BUDGET_RELIEVED):
+            self.is_pressed = event == pb.SessionResponse.EVENT_BUDGET_PRESSURE
         if event in (pb.SessionResponse.EVENT_RANK_GONE, pb.SessionResponse.EVENT_RANK_CLOSED):
             self._on_rank_gone(text, event == pb.SessionResponse.EVENT_RANK_CLOSED)
 
