@@ -19,10 +19,10 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts lenders resumes mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks prometheus-check \
-  bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale bench-width bench-depth \
-  bench-activations bench-gpu bench-moe bench-small bench-inference bench-plan bench-overlap bench-remote plots docs \
-  proto lock clean distclean
+  fuzz readers restarts lenders resumes mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
+  prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
+  bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
+  bench-overlap bench-remote plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -184,6 +184,9 @@ bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one
 
 bench-activations: venv ## Measure memory and steps with boundaries of checkpoints in memory, in the store and on NVMe; updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.activations --results
+
+bench-costs: venv ## Count the bytes that a step moves for each parameter, by the way a large model is trained; updates RESULTS.md
+	$(BIN)/python -m benchmarks.training.costs --results
 
 bench-gpu: venv ## Measure a step on a GPU beside plain PyTorch, FSDP2 (DEEPSPEED=DIR: and DeepSpeed); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.gpu --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))

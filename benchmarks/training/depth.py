@@ -10,8 +10,9 @@ and daemon together, and for DeepSpeed. In all contestants malloc gives blocks f
 they are freed, because it would keep the more of them the more layers there are. The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`, `host_budget_bytes`, `memory_limit_bytes` (null: none)
-- `cases`: `clip`, `accumulation`, and `sizes`: `parameters`, `layers`, and the figures of `compute`, `plain`, `nvme`
-  and `DeepSpeed` (`benchmarks.training.result`; their ratios are to `compute`)
+- `cases`: `clip`, `accumulation`, `provenance` (cases may be measured one by one), and `sizes`: `parameters`, `layers`,
+  and the figures of `compute`, `plain`, `nvme` and `DeepSpeed` (`benchmarks.training.result`; their ratios are to
+  `compute`)
 - `flatness`: for each case the largest proportional memory of `trainer`, `daemon` and `total` over all depths, divided
   by the smallest
 
@@ -20,7 +21,8 @@ Run as a module from the root of the repository: `python -m benchmarks.training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +54,9 @@ PEER_DISK_BYTES_PER_PARAMETER = 18
 SMALLEST = 256 << 10
 # A freed gradient of some MiB stays in malloc's heap if a small block was placed behind it: 4 MiB more for each layer.
 RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+# The clipping and the number of micro-batches of each case.
 CASES = ((0.0, 1), (1.0, 1), (0.0, 4), (1.0, 4))
+KEPT = report.HERE / "results" / "depth.json"
 
 FULL_BUDGET = 512 << 20
 FULL = tuple(
@@ -88,19 +92,24 @@ def measure(
     rounds: int,
     steps: int,
     plain_up_to: int,
+    accumulations: Collection[int],
     memory_limit: int | None = None,
     peer: DeepSpeedEnvironment | None = None,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
     """Measure all depths in all cases, and yield the result so far after each case; see the module.
 
+    The cases with other numbers of micro-batches than `accumulations` are those of the kept results.
+
     Raises:
         BenchmarkError: the disk has too little room, or this project cannot be run.
     """
     needed = PROBES_BYTES + int(DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks))
     machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
-    cases = []
+    cases = _kept_cases(budget, memory_limit, accumulations)
     for clip, accumulation in CASES:
+        if accumulation not in accumulations:
+            continue
         sizes = []
         for task in (replace(task, clip=clip, accumulation=accumulation) for task in tasks):
             size = task.gpt2_parameters
@@ -117,14 +126,31 @@ def measure(
             if problem is not None:
                 found["DeepSpeed"] = {"not_run": problem}
             sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
-        cases.append({"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)})
+        case = {"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)}
+        cases[clip, accumulation] = case | {"provenance": machine.provenance()}
         yield {
             "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
             | {"precision": bf16_emulation.precision_in_words()},
             "host_budget_bytes": budget,
             "memory_limit_bytes": memory_limit,
-            "cases": list(cases),
+            "cases": [cases[case] for case in CASES if case in cases],
         }
+
+
+def _kept_cases(
+    budget: int, memory_limit: int | None, measured_anew: Collection[int]
+) -> dict[tuple[float, int], dict[str, Any]]:
+    """Return the cases of the kept results that are not measured anew, if they had the same budget and limit."""
+    if not KEPT.exists():
+        return {}
+    kept = json.loads(KEPT.read_text())
+    if (kept["host_budget_bytes"], kept["memory_limit_bytes"]) != (budget, memory_limit):
+        return {}
+    return {
+        (case["clip"], case["accumulation"]): {"provenance": kept["provenance"]} | case
+        for case in kept["cases"]
+        if case["accumulation"] not in measured_anew
+    }
 
 
 def _lack_of_disk(parameters: int, directory: Path) -> str | None:
@@ -169,11 +195,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     )
     for case in result["cases"]:
         clipped = f"clipping at {case['clip']:g}" if case["clip"] else "no clipping"
-        flatness = case["flatness"]
+        flatness, made = case["flatness"], case["provenance"]
         rows = [_row(size) for size in case["sizes"]]
         texts += [
-            f"**{clipped}, accumulation {case['accumulation']}.** From depth to depth memory differs by a factor of "
-            f"{flatness['total']:.2f} (trainer {flatness['trainer']:.2f}, daemon {flatness['daemon']:.2f}).",
+            f"**{clipped}, accumulation {case['accumulation']}** ({made['date']}, commit {made['git_commit']}). From "
+            f"depth to depth memory differs by a factor of {flatness['total']:.2f} (trainer {flatness['trainer']:.2f}, "
+            f"daemon {flatness['daemon']:.2f}).",
             report.table(header, rows),
         ]
         texts += [
@@ -210,9 +237,10 @@ def _bytes(text: str) -> int:
         raise typer.BadParameter(f"--memory-limit {text}: write a number of bytes, such as 3GiB") from error
 
 
-def _arguments(sizes: int, memory_limit: str, deepspeed_dir: Path | None) -> str:
+def _arguments(sizes: int, memory_limit: str, deepspeed_dir: Path | None, accumulations: Sequence[int] | None) -> str:
     """Return the options that repeat the result, as the variable of make's target."""
     options = f" --sizes {sizes}" if sizes < len(FULL) else ""
+    options += "".join(f" --accumulation {each}" for each in accumulations or ())
     options += f" --memory-limit {memory_limit}" if memory_limit else ""
     options += " --deepspeed DIR" if deepspeed_dir is not None else ""
     return f"OPTIONS='{options.strip()}'" if options else ""
@@ -237,6 +265,12 @@ def main(
     sizes: Annotated[int, typer.Option(min=1, max=len(FULL), help="How many, from the smallest on.")] = len(FULL),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 1,
     steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
+    accumulations: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--accumulation", help="Only the cases with so many micro-batches, 1 or 4; repeatable. The others stay."
+        ),
+    ] = None,
     plain_up_to: Annotated[int, typer.Option(help="The most parameters with which `plain` runs.")] = 700_000_000,
     memory_limit: Annotated[
         str, typer.Option(help="Memory of trainer and daemon together, and of DeepSpeed, as 3GiB; needs root.")
@@ -250,6 +284,9 @@ def main(
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
+    every = sorted({accumulation for _, accumulation in CASES})
+    if unknown := set(accumulations or ()) - {*every}:
+        raise typer.BadParameter(f"--accumulation {min(unknown)}: there are cases with {every} only")
     tasks, budget, rounds, steps = (QUICK, QUICK_BUDGET, 1, 2) if quick else (FULL[:sizes], FULL_BUDGET, rounds, steps)
     result = report.run(
         "depth",
@@ -262,6 +299,7 @@ def main(
             rounds=rounds,
             steps=steps,
             plain_up_to=plain_up_to,
+            accumulations=accumulations or every,
             memory_limit=_bytes(memory_limit) if memory_limit else None,
             peer=_peer(deepspeed_dir, console.print),
             progress=console.print,
@@ -270,7 +308,7 @@ def main(
         directory=directory,
         as_json=as_json,
         results=results,
-        arguments=_arguments(sizes, memory_limit, deepspeed_dir),
+        arguments=_arguments(sizes, memory_limit, deepspeed_dir, accumulations),
     )
     if results:
         plots.draw("depth", result, report.HERE / "results" / "depth.svg")

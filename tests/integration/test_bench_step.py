@@ -15,7 +15,7 @@ from benchmarks import plots
 from benchmarks.common import machine
 from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
-from benchmarks.training import scale, width
+from benchmarks.training import depth, scale, width
 from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
 from benchmarks.training.contestant_process import Block, Entry
 from benchmarks.training.heat import Standing
@@ -156,3 +156,28 @@ def test_a_layer_in_tiles_is_a_table(tmp_path: Path) -> None:
     assert result["tiled"]["not_run"] is None
     assert result["tiled"]["memory"]["daemon"] > 0
     assert "Tiles of at most 0.12 MiB, logits of 8 tokens at once." in width.markdown(result)
+
+
+@pytest.mark.bench
+def test_a_step_writes_the_bytes_that_are_expected(tmp_path: Path) -> None:
+    result = run("training.costs", tmp_path)
+    for name, figures in result["choices"].items():
+        # The gradient of the root is read before it leaves host memory.
+        assert 0.9 * result["expected_written"][name] < figures["nvme_written"] < result["expected_written"][name] + 0.2
+    lent = result["choices"]["lent memory"]
+    assert lent["lent_read"] > lent["nvme_read"]
+
+
+def test_the_cases_of_the_depths_that_are_not_measured_anew_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "KEPT", tmp_path / "depth.json")
+    assert depth._kept_cases(depth.FULL_BUDGET, None, [4]) == {}
+    cases = [{"clip": clip, "accumulation": accumulation} for clip, accumulation in depth.CASES]
+    kept = {"host_budget_bytes": depth.FULL_BUDGET, "memory_limit_bytes": None, "provenance": "then", "cases": cases}
+    depth.KEPT.write_text(json.dumps(kept))
+
+    found = depth._kept_cases(depth.FULL_BUDGET, None, [4])
+
+    assert list(found) == [(0.0, 1), (1.0, 1)] and all(case["provenance"] == "then" for case in found.values())
+    assert depth._kept_cases(depth.FULL_BUDGET, 3 << 30, [4]) == {}
