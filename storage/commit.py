@@ -212,20 +212,33 @@ class Committer:
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         """Bring a step's bytes onto the durable tier, sync them, and record the step in the catalog."""
-        for slab, (version, region) in (await _unrecorded(job, record.step)).items():
-            if region.doubtful or not region.tier.is_durable:
-                slab.add_version(version, await self._backing.copy_to_durable(region))
-                self._backing.free(region)
-        written = await _unrecorded(job, record.step)
+        written = await self._write_and_sync(job, record.step)
+        # The kernel reports lost bytes of a file to one sync only. If another job has made that sync, the one of this
+        # job succeeds after it, although bytes of this job may be among those that are lost.
+        while any(region.doubtful for _, region in written.values()):
+            written = await self._write_and_sync(job, record.step)
         kept = _durable_after(job, record.step)
-        with self._tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
-            await self._backing.durable.sync()
         await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
         job.durable = kept
         job.retained[record.step] = record
         job.retained = dict(sorted(job.retained.items()))
+
+    async def _write_and_sync(self, job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
+        """Bring a step's bytes onto the durable tier, anew where they are doubtful, and sync them.
+
+        Returns:
+            The versions that the step sees and the catalog does not name yet.
+        """
+        for slab, (version, region) in (await _unrecorded(job, step)).items():
+            if region.doubtful or not region.tier.is_durable:
+                slab.add_version(version, await self._backing.copy_to_durable(region))
+                self._backing.free(region)
+        written = await _unrecorded(job, step)
+        with self._tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {step}"):
+            await self._backing.durable.sync()
+        return written
 
     async def finish_snapshot(self, job: Job, step: int) -> None:
         """Wait for the last snapshot if the commit of `step` will begin another one, and raise its failure.

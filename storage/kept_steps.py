@@ -138,11 +138,15 @@ class KeptSteps:
 
     async def _make_durable(self, reader: StepReader) -> None:
         """Bring the bytes of a reader's step onto the durable tier, and sync them."""
-        for slab, region in list(reader.regions.items()):
-            if region is not None and (region.doubtful or not region.tier.is_durable):
-                reader.regions[slab] = await self._backing.copy_to_durable(region)
-                self._backing.free(region)
-        await self._backing.durable.sync()
+        is_synced = False
+        # The sync of another job may fail beside this one, and make bytes doubtful that this one does not report.
+        while not is_synced:
+            for slab, region in list(reader.regions.items()):
+                if region is not None and (region.doubtful or not region.tier.is_durable):
+                    reader.regions[slab] = await self._backing.copy_to_durable(region)
+                    self._backing.free(region)
+            await self._backing.durable.sync()
+            is_synced = not any(region is not None and region.doubtful for region in reader.regions.values())
 
     async def _new_job(self, reader: StepReader, name: str, note: str) -> Job:
         """Return the job that stands for the kept step. It names the regions of the reader, but does not hold them."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +151,49 @@ async def test_what_a_failed_sync_covered_is_written_again_elsewhere_before_its_
         assert engine.nvme.problems == []
         await training.assert_at(1)
     await assert_reopens_at(tmp_path, LAYOUT, 1)
+
+
+async def test_what_a_failed_sync_of_another_job_covered_is_written_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports lost bytes to one sync of a file, and the next one succeeds without them."""
+    first_began, go_on, real, calls = threading.Event(), threading.Event(), syscalls.sync_data, itertools.count()
+
+    def fail_first(fd: int, path: Path) -> None:
+        if next(calls) == 0:
+            first_began.set()
+            assert go_on.wait(20)
+            raise DeviceError("input/output error")
+        real(fd, path)
+
+    async with opened(tmp_path, host_budget_bytes=40 << 20, nvme_budget_bytes=64 << 20) as engine:
+        layouts = [replace(LAYOUT, name=name) for name in ("other", "committed", "kept")]
+        layouts[2] = replace(layouts[2], every_steps=0)
+        other, committed, kept = [await Training(engine, layout).begin() for layout in layouts]
+        await kept.step()
+        for training in (other, committed):
+            await training.hand_over()
+            assert training.job.pending is not None
+            await asyncio.wait(set(training.job.pending.writes.values()))
+        before = {slab: on_nvme(slab.versions[1]).extents for t in (committed, kept) for slab in t.job.slabs()}
+        monkeypatch.setattr(syscalls, "sync_data", fail_first)
+        failing = asyncio.ensure_future(other.commit(1))
+        await asyncio.to_thread(first_began.wait, 20)
+        committing = asyncio.ensure_future(committed.commit(1))
+        keeping = asyncio.ensure_future(engine.keep(kept.job, 1, "one"))
+        # After this time both have begun to sync, and wait behind the sync that is going to fail.
+        await asyncio.sleep(0.1)
+        go_on.set()
+        with pytest.raises(DeviceError, match="input/output error"):
+            await failing
+        assert await committing
+        for job in (committed.job, await keeping):
+            for slab in job.slabs():
+                region = on_nvme(slab.versions[1])
+                original = slab if slab in before else kept.job.slab(slab.key.group, slab.key.kind)
+                assert not region.doubtful and region.extents != before[original]
+        await committed.assert_at(1)
+    await assert_reopens_at(tmp_path, layouts[1], 1)
 
 
 async def test_bytes_that_were_lost_after_a_failed_sync_are_not_committed(
