@@ -193,7 +193,8 @@ class Committer:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
         # Free the versions without a pause, because the next step may give a slab another version with the same number.
-        for _ in self._freeing(job):
+        # The caller has made sure that no commit of this job is in doubt. One of another job needs none of them.
+        for _ in self._freeing(job, is_certain=True):
             pass
 
     def _restore_slab(self, job: Job, slab: Slab, step: int | None) -> None:
@@ -320,11 +321,16 @@ class Committer:
         async for _ in in_slices(self._freeing(job)):
             pass
 
-    def _freeing(self, job: Job) -> Iterator[None]:
-        """Free the versions that no step needs any more; yield after each small part of that work."""
+    def _freeing(self, job: Job, *, is_certain: bool = False) -> Iterator[None]:
+        """Free the versions that no step needs any more; yield after each small part of that work.
+
+        Args:
+            job: the job.
+            is_certain: no commit of the job is in doubt, whatever is the case for other jobs.
+        """
         changed = list(job.tally.changed)
         for start in range(0, len(changed), _FREED_AT_ONCE):
-            if self._catalog.in_doubt:
+            if self._catalog.in_doubt and not is_certain:
                 # A commit has failed, but after a crash it may still be valid, and its step may need these versions.
                 # The next commit frees them.
                 return

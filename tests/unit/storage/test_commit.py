@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls
+from storage import failpoints, syscalls
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
+from storage.failpoints import Failpoint
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Fault, Layout, Training, held, opened, quiesce
@@ -271,6 +272,28 @@ async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path:
         assert not db.execute("SELECT key FROM meta WHERE key LIKE 'rolled_back%'").fetchall()
     async with opened(tmp_path) as engine:
         assert not engine.jobs
+
+
+async def test_a_roll_back_frees_what_it_gives_up_although_a_commit_of_another_job_is_in_doubt(tmp_path: Path) -> None:
+    def fail_another(reached: Failpoint) -> None:
+        """Leave the catalog as the transaction of another job does whose COMMIT fails right after this one."""
+        if reached is Failpoint.AFTER_FLIP:
+            engine._catalog.in_doubt = True
+
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(world_size=2)).begin()
+        await training.step(settled=0)
+        used = engine.nvme.used_bytes
+        await training.step(settled=0)
+        failpoints.install(fail_another)
+        try:
+            await engine.roll_back(training.job, 1)
+        finally:
+            failpoints.install(None)
+        assert engine.nvme.used_bytes == used
+        await training.step(settled=0)
+        await training.assert_at(2)
+        await assert_survives_a_crash(training, 2)
 
 
 async def test_a_roll_back_to_the_newest_step_only_abandons_the_pending_one(tmp_path: Path) -> None:
