@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, RolledBack, StoredVersion
@@ -61,6 +61,7 @@ class Committer:
         background. The last snapshot must be over before this is called (see `finish_snapshot`).
         """
         job.settled = max(job.settled, settled)
+        job.spans_nodes = job.spec.local_ranks < job.spec.world_size
         if job.spec.durability.every_steps == 1:
             await self._make_durable(job, record)
         elif job.begins_layout and job.spec.durability.every_steps:
@@ -218,7 +219,7 @@ class Committer:
         # job succeeds after it, although bytes of this job may be among those that are lost.
         while any(region.doubtful for _, region in written.values()):
             written = await self._write_and_sync(job, record.step)
-        kept = _durable_after(job, record.step)
+        kept = _needed(job, {*job.durable, record.step})
         await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
@@ -268,6 +269,7 @@ class Committer:
     async def _snapshot(self, job: Job, record: CommitRecord, claims: list[CopyClaim]) -> None:
         """Write the bytes that are only in host memory to the durable tier, then record the step."""
         try:
+            await self._forget_unneeded(job)
             for claim in claims:
                 await self._copies.write(claim)
                 claim.release()
@@ -280,6 +282,14 @@ class Committer:
             for claim in claims:
                 claim.release()
             job.snapshot_step = None
+            await self._prune(job)
+
+    async def _forget_unneeded(self, job: Job) -> None:
+        """Free the room of durable steps that other nodes have needed until now, before a snapshot takes more."""
+        kept = _needed(job, job.durable)
+        if kept != job.durable:
+            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, sorted(kept), None))
+            job.durable = kept
             await self._prune(job)
 
     def _record(
@@ -381,11 +391,16 @@ async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
     return found
 
 
-def _durable_after(job: Job, step: int) -> set[int]:
-    """Return the durable steps to keep once `step` is durable.
+def _needed(job: Job, durable: Set[int]) -> set[int]:
+    """Return those of some durable steps that a run may have to go back to.
 
-    These are the newest one that all ranks are known to have committed, and all newer ones.
+    These are the newest one that all nodes are known to have made durable, and all newer ones.
     """
-    steps = {*job.durable, step}
-    base = max((s for s in steps if s <= job.settled), default=None)
-    return {s for s in steps if base is None or s >= base}
+    everywhere, every = job.settled, job.spec.durability.every_steps
+    if job.spans_nodes and every > 1:
+        # Another node may still be writing its snapshot of a step that is settled. A node commits the next step that a
+        # snapshot covers only when its last snapshot is over. So once such a step is settled, all nodes have those
+        # before it.
+        everywhere = job.settled // every * every - 1
+    base = max((s for s in durable if s <= everywhere), default=None)
+    return {s for s in durable if base is None or s >= base}

@@ -155,13 +155,13 @@ def versions_needed(job: JobSpec, backing: TierName | None, tier: TierName, *, i
     """Return how many versions of a slab a job needs on a tier at once.
 
     A slab needs its committed and its pending version on its backing tier. If the job has ranks on other nodes, it also
-    needs the version before, which those ranks may not have replaced yet. With snapshots it needs the last one and the
-    one under way on the durable tier.
+    needs the version before, which those ranks may not have replaced yet. With snapshots it needs the version of the
+    last one and that of the one under way on the durable tier, and with ranks on other nodes the one before these, too.
 
     Args:
         backing: the slab's backing tier, see `Slab.backing`.
         is_durable: whether `tier` is the durable tier.
     """
     settling = 1 if job.local_ranks < job.world_size else 0
-    snapshots = 2 if is_durable and job.durability.every_steps > 1 else 0
+    snapshots = 2 + settling if is_durable and job.durability.every_steps > 1 else 0
     return (2 + settling if backing is tier else 0) + snapshots

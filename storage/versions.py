@@ -80,6 +80,8 @@ class Job:
     successor: Job | None = None
     # The newest step that every rank on every node has committed.
     settled: int = 0
+    # Whether the run that made the newest commit has ranks on other nodes, too.
+    spans_nodes: bool = False
     # The snapshot under way or, if there is none, the last one; and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None

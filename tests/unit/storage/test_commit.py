@@ -251,6 +251,30 @@ async def test_the_last_step_stays_until_every_rank_has_the_newer_one(tmp_path: 
             await engine.roll_back(training.job, 1)
 
 
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+async def test_a_snapshot_stays_until_all_nodes_are_known_to_have_the_next_one(
+    tmp_path: Path, placements: dict[str, Any]
+) -> None:
+    """A node whose device does not answer for long, and that crashes then, has the snapshot before only."""
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=2, world_size=2, **placements)).begin()
+        for step in (1, 2, 3, 4):
+            await quiesce(engine)
+            await training.step(settled=step - 1)
+        await quiesce(engine)
+        # Step 3 is settled, and the other node may be about to commit step 4, which waits for its snapshot of step 2.
+        assert training.job.durable == {0, 2, 4}
+        await assert_survives_a_crash(training, 4)
+        await engine.roll_back(training.job, 0)
+        await training.assert_at(0)
+        for step in (1, 2, 3, 4, 5, 6):
+            await training.step(settled=step - 1)
+            await quiesce(engine)
+        # Step 5 is settled, so the other node has committed step 4, and its snapshot of step 2 was over then.
+        assert training.job.durable == {2, 4, 6}
+        await training.assert_at(6)
+
+
 async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path: Path) -> None:
     """A roll-back replaces former ones to the same or a later step, and a trainer's roll-back is not recorded."""
     async with opened(tmp_path) as engine:

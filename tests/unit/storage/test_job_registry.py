@@ -117,6 +117,21 @@ async def test_ranks_on_other_nodes_cost_one_more_version(tmp_path: Path) -> Non
         await training.assert_at(4)
 
 
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+async def test_ranks_on_other_nodes_cost_one_more_snapshot(tmp_path: Path, placements: dict[str, Any]) -> None:
+    layout = replace(LAYOUT, world_size=2, every_steps=2, **placements)
+    async with opened(tmp_path / "refused", nvme_budget_bytes=1 << 20) as engine:
+        with pytest.raises(BudgetExceededError) as caught:
+            await Training(engine, layout).open(must_exist=False)
+    async with opened(tmp_path / "granted", nvme_budget_bytes=needed(str(caught.value))) as engine:
+        training = await Training(engine, layout).begin()
+        for step in range(1, 10):
+            await quiesce(engine)
+            await training.step(settled=step - 1)
+        await training.assert_at(9)
+        assert training.job.durable == {4, 6, 8}
+
+
 async def test_a_refused_registration_leaves_nothing_registered(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = Training(engine, replace(LAYOUT, groups=("small",), **ON_HOST))

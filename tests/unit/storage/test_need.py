@@ -1,8 +1,11 @@
-"""The need of jobs says which activations stay in host memory, and how many bytes of them leave it."""
+"""The need of jobs: how many versions of a slab, and which activations stay in host memory and which leave it."""
 
 from __future__ import annotations
 
-from storage.need import HostNeed, spilled_bytes
+import pytest
+
+from storage.need import HostNeed, spilled_bytes, versions_needed
+from storage.shard import Durability, JobSpec, TierName
 
 
 def need(*, gradients: int, all_gradients: int) -> HostNeed:
@@ -36,3 +39,16 @@ def test_parked_activations_are_not_spilled_while_they_may_stay() -> None:
     for nbytes in range(200):
         if some.keeps_activations(nbytes, 200, 10):
             assert nbytes <= some.room_for_parked(200, 10, 1000)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "world_size", "at_home", "in_memory"),
+    [(1, 2, 2, 0), (1, 4, 3, 0), (0, 4, 3, 0), (5, 2, 4, 2), (5, 4, 6, 3)],
+)
+def test_ranks_on_other_nodes_need_one_more_version_and_one_more_snapshot(
+    every_steps: int, world_size: int, at_home: int, in_memory: int
+) -> None:
+    durability = Durability(every_steps=every_steps)
+    job = JobSpec(name="job", world_size=world_size, local_ranks=2, parameters=(), durability=durability)
+    assert versions_needed(job, TierName.NVME, TierName.NVME, is_durable=True) == at_home
+    assert versions_needed(job, None, TierName.NVME, is_durable=True) == in_memory
