@@ -72,17 +72,22 @@ class CopyWrites:
 
     async def _write(self, slab: Slab, version: int) -> None:
         copy = slab.current_copy
-        if copy is None or slab.latest != version:
+        if copy is None or not _has(slab, version):
             raise _discarded(slab, version)
         self._host_cache.pin(copy)
         try:
             async with self._durable.new_version(slab.nbytes, slab.label(version)) as region:
                 await self._durable.write_from(region, 0, self._host.view(copy.arena_range))
-                if slab.latest != version:
+                if not _has(slab, version):
                     raise _discarded(slab, version)
                 slab.add_version(version, region)
         finally:
             self._host_cache.unpin(slab, copy, copy.next_use)
+
+
+def _has(slab: Slab, version: int) -> bool:
+    """Return whether a version is still the slab's newest one. A deleted slab has none: nothing would free a region."""
+    return slab.latest == version and not slab.deleted
 
 
 def _discarded(slab: Slab, version: int) -> DataLossError:

@@ -13,7 +13,7 @@ import torch
 from storage.errors import BudgetExceededError, ConflictError, DataLossError, DiskFullError, NotFoundError
 from storage.reader import StepReader
 from storage.shard import DType, Kind, TierName
-from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened, quiesce, room_taken
+from tests.unit.storage.builders import MIB, Fault, Layout, Training, held, opened, quiesce, room_taken
 
 LAYOUTS = {
     "nvme": Layout(precision=DType.BFLOAT16),
@@ -240,6 +240,24 @@ async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_f
         assert engine.nvme.used_bytes == 0
         # If an extent had been freed twice, two versions of this job would overlap.
         await (await Training(engine, LAYOUTS["nvme"]).begin()).step()
+
+
+async def test_one_that_is_opened_while_its_job_is_deleted_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes in host memory are on their way to NVMe for the reader when the job goes."""
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["memory"]).begin()
+        await training.step()
+        with held(monkeypatch, "write_exact") as go_on:
+            opening = asyncio.ensure_future(engine.open_reader(training.job))
+            while not engine.nvme.queue_depth:
+                await asyncio.sleep(0.001)
+            await engine.delete_job("job")
+            go_on.set()
+            with pytest.raises(DataLossError, match="the deletion of the job discarded the bytes of step 1"):
+                await opening
+        assert engine.nvme.used_bytes == 0
 
 
 async def test_a_reader_for_which_there_is_no_room_is_refused_and_training_goes_on(tmp_path: Path) -> None:
