@@ -369,11 +369,7 @@ class NvmeTier:
             DamagedBlockError: a block does not have the bytes that were written, also when it is read again.
             DeviceError: the bytes cannot be read.
         """
-        try:
-            await self._read(moves, priority, verified=True)
-        except DamagedBlockError as error:
-            self._set_aside(error, next(t.region for t in moves if t.region.checksums.label == error.label))
-            raise
+        await self._read(moves, priority, verified=True)
 
     async def read_raw(self, moves: Sequence[Move[NvmeRegion]], priority: Priority) -> None:
         """Fill the buffers like `read_many`, but without verifying them.
@@ -394,6 +390,11 @@ class NvmeTier:
                 if verified and not move.region.blocks_are_whole:
                     await self._verify(move, priority)
             self.counters.bytes_read += sum(len(move.buffer) for move in moves)
+        except DamagedBlockError as error:
+            # The pages are set aside while the read holds the region. If its other holders have freed it meanwhile, the
+            # end of the read would otherwise free the pages for other versions.
+            self._set_aside(error, next(t.region for t in moves if t.region.checksums.label == error.label))
+            raise
         finally:
             for move in moves:
                 self.free(move.region)

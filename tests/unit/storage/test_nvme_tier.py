@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from storage import syscalls
-from storage.errors import BudgetExceededError, DataLossError, DeviceError, DiskFullError
+from storage.errors import BudgetExceededError, DamagedBlockError, DataLossError, DeviceError, DiskFullError
 from storage.integrity import BLOCK_BYTES
 from storage.tiers import data_file, threaded_io
 from storage.tiers import nvme as nvme_module
@@ -299,4 +301,38 @@ async def test_a_block_that_lies_in_two_extents_is_recorded_and_verified(
         with pytest.raises(DataLossError, match="damaged"):
             await tier.read_into(region, 0, arena.view(target))
         assert tier.damaged_blocks == 1
+    arena.close()
+
+
+async def test_damage_in_a_version_that_is_freed_while_it_is_read_is_never_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next commit may free a version while the scrubber or a prefetch reads it."""
+    go_on, began, real = threading.Event(), threading.Event(), syscalls.read_exact
+
+    def late(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        began.set()
+        assert go_on.wait(20)
+        real(fd, buffers, offset, path)
+
+    arena = Arena(5 * BLOCK_BYTES)
+    buffer = arena.allocate(4 * BLOCK_BYTES)
+    assert buffer is not None
+    async with tier_at(tmp_path / "data", pages=8 * PAGES) as tier:
+        region = await tier.allocate(4 * BLOCK_BYTES)
+        await tier.write_from(region, 0, arena.view(buffer))
+        with path_of(tier).open("r+b") as file:
+            file.seek(region.extents[0].offset + BLOCK_BYTES + 7)
+            file.write(b"damage")
+        monkeypatch.setattr(syscalls, "read_exact", late)
+        reading = asyncio.ensure_future(tier.read_into(region, 0, arena.view(buffer)))
+        await asyncio.to_thread(began.wait, 20)
+        tier.free(region)
+        go_on.set()
+        with pytest.raises(DamagedBlockError):
+            await reading
+        assert (tier.used_bytes, tier.bad_bytes, tier.problems) == (BLOCK_BYTES, BLOCK_BYTES, [])
+        (bad,) = tier.bad
+        others = await tier.allocate(tier.budget_bytes - BLOCK_BYTES)
+        assert not any(extent.offset < bad.end and bad.offset < extent.end for extent in others.extents)
     arena.close()
