@@ -22,7 +22,7 @@ from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.contract import Move
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
-from storage.tiers.extents import Extent, overlapping, without
+from storage.tiers.extents import SPLIT_BYTES, Extent, overlapping, without
 from storage.tiers.io_engine import IoRequest, Priority
 from storage.tracing import Activity, Tracer
 from storage.waiting import finish_all
@@ -286,24 +286,36 @@ class NvmeTier:
         if len(self.files) == 1:
             return self.files[0].allocate(nbytes)
         extents: list[Extent] = []
-        for start in range(0, nbytes, REQUEST_BYTES):
-            piece = self._place_piece(min(REQUEST_BYTES, nbytes - start))
-            if piece is None:
+        is_placed = False
+        try:
+            stripes = (min(REQUEST_BYTES, nbytes - start) for start in range(0, nbytes, REQUEST_BYTES))
+            is_placed = all(self._place_piece(stripe, extents) for stripe in stripes)
+        finally:
+            if not is_placed:
                 for extent in extents:
                     self._file_of[extent.file].free(extent)
-                return None
-            extents += piece
-        return tuple(extents)
+        return tuple(extents) if is_placed else None
 
-    def _place_piece(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Return extents from the file that has the fewest bytes for its speed, of those with room or that can grow."""
+    def _place_piece(self, nbytes: int, extents: list[Extent]) -> bool:
+        """Add extents for `nbytes` to `extents`, and return whether there was room for them.
+
+        They are of the file that has the fewest bytes for its speed, of those with room or that can grow. If no file
+        has room for all of them, and all files together have, they are of several files.
+        """
         for file in sorted(self.files, key=lambda file: file.used_bytes / self._speed(file)):
-            if extents := file.allocate(nbytes):
-                return extents
-            with contextlib.suppress(BudgetExceededError):
-                self._grow_file(file, round_up(nbytes))
-                return file.allocate(nbytes)
-        return None
+            placed = file.allocate(nbytes)
+            if placed is None:
+                with contextlib.suppress(BudgetExceededError):
+                    self._grow_file(file, round_up(nbytes))
+                    placed = file.allocate(nbytes)
+            if placed is not None:
+                extents += placed
+                return True
+        if sum(file.usable_bytes for file in self.files) < nbytes:
+            return False
+        # A file has at least one whole unit of SPLIT_BYTES then, so this ends.
+        half = round_up(nbytes // 2, SPLIT_BYTES)
+        return self._place_piece(half, extents) and self._place_piece(nbytes - half, extents)
 
     def _speed(self, file: DataFile) -> float:
         """Return the speed of a file's device for comparison with the others; 1.0 for each unless all were measured."""

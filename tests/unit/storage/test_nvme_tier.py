@@ -336,3 +336,54 @@ async def test_damage_in_a_version_that_is_freed_while_it_is_read_is_never_used_
         others = await tier.allocate(tier.budget_bytes - BLOCK_BYTES)
         assert not any(extent.offset < bad.end and bad.offset < extent.end for extent in others.extents)
     arena.close()
+
+
+@asynccontextmanager
+async def tier_over(directory: Path, *, pages: int) -> AsyncIterator[NvmeTier]:
+    """Open a tier over two files."""
+    files = [DataFile(n, directory / f"data.{n}", (), read_threads=1, write_threads=1) for n in range(2)]
+    tier = NvmeTier(files, pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def test_what_no_file_has_room_for_alone_is_spread_over_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", BLOCK_BYTES)
+    arena, data = Arena(3 * BLOCK_BYTES), random.Random(7).randbytes(BLOCK_BYTES)
+    source, target = arena.allocate(BLOCK_BYTES), arena.allocate(BLOCK_BYTES)
+    assert source is not None and target is not None
+    arena.view(source)[:] = data
+    async with tier_over(tmp_path, pages=3 * PAGES) as tier:
+        for _ in range(2):
+            await tier.allocate(BLOCK_BYTES)
+        tier.reserve(BLOCK_BYTES)
+        assert all(file.usable_bytes < BLOCK_BYTES for file in tier.files)
+        region = await tier.allocate(BLOCK_BYTES)
+        assert {extent.file for extent in region.extents} == {0, 1}
+        await tier.write_from(region, 0, arena.view(source))
+        await tier.read_into(region, 0, arena.view(target))
+        assert bytes(arena.view(target)) == data
+        assert tier.used_bytes == tier.budget_bytes
+    arena.close()
+
+
+async def test_a_device_that_fails_while_a_version_is_placed_keeps_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", BLOCK_BYTES)
+    real = syscalls.extend
+
+    def extend(fd: int, size: int, length: int, path: Path) -> None:
+        if path.name == "data.1":
+            raise DeviceError(f"cannot reserve {length} bytes in {path}: Read-only file system")
+        real(fd, size, length, path)
+
+    monkeypatch.setattr(syscalls, "extend", extend)
+    async with tier_over(tmp_path, pages=8 * PAGES) as tier:
+        with pytest.raises(DeviceError, match="Read-only file system"):
+            await tier.allocate(4 * BLOCK_BYTES)
+        assert tier.used_bytes == 0
