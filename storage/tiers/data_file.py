@@ -173,18 +173,20 @@ class DataFile:
             if extents is None:
                 return
             try:
-                with mmap.mmap(-1, COALESCED_BYTES) as scratch, memoryview(scratch) as buffer:
-                    cuts = [(e, i) for e in extents for i in range(0, e.nbytes, COALESCED_BYTES)]
-                    requests = [IoRequest(e.offset + i, buffer[: min(COALESCED_BYTES, e.nbytes - i)]) for e, i in cuts]
-                    await self.io.write(requests, Priority.DEMAND)
-                    await self.io.read(requests, Priority.DEMAND)
-                    for request in requests:
-                        request.buffer.release()
+                # The views of this memory outlive an error, so it is freed with the last of them and not before.
+                buffer = memoryview(mmap.mmap(-1, COALESCED_BYTES))
+                cuts = [(e, i) for e in extents for i in range(0, e.nbytes, COALESCED_BYTES)]
+                requests = [IoRequest(e.offset + i, buffer[: min(COALESCED_BYTES, e.nbytes - i)]) for e, i in cuts]
+                await self.io.write(requests, Priority.DEMAND)
+                await self.io.read(requests, Priority.DEMAND)
             finally:
                 for extent in extents:
                     self._space.add(extent)
         except StorageError as error:
             log.warning("%s: its speed could not be measured: %s", self.path, error)
+            # The bytes of moves that failed say nothing about the device's speed.
+            self._sampled = self.io.load
+            return
         self._take_sample(self.io.load)
 
     def sample(self) -> None:

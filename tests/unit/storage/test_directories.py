@@ -16,7 +16,7 @@ from storage.engine import Engine
 from storage.errors import ConflictError, DeviceError, DiskFullError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.tiers import nvme as nvme_module
-from tests.unit.storage.builders import MIB, Layout, Training, engine_config, opened
+from tests.unit.storage.builders import MIB, Fault, Layout, Training, engine_config, opened
 
 LAYOUT = Layout(numels=(120_003, 17))
 
@@ -209,6 +209,23 @@ async def test_what_one_full_disk_cannot_take_goes_to_the_others(
         region = await engine.nvme.allocate(8 * MIB)
         used = {file.path.parent.name: file.used_bytes for file in engine.nvme.files}
         assert used["a"] <= MIB and used["b"] >= 7 * MIB
+        engine.nvme.free(region)
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        await training.assert_at(1)
+
+
+@pytest.mark.parametrize("function", ["write_exact", "read_exact"])
+async def test_a_device_whose_speed_cannot_be_measured_counts_as_the_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    fault = Fault(monkeypatch, function)
+    fault.fail(DeviceError("input/output error"), when=(0).__eq__)
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b", nvme_budget_bytes=512 * MIB)) as engine:
+        assert "its speed could not be measured: input/output error" in caplog.text
+        assert [file.bandwidth is None for file in engine.nvme.files] == [True, False]
+        region = await engine.nvme.allocate(6 * MIB)
+        assert [file.used_bytes for file in engine.nvme.files] == [3 * MIB, 3 * MIB]
         engine.nvme.free(region)
         training = await Training(engine, LAYOUT).begin()
         await training.step()
