@@ -85,8 +85,10 @@ async def open_nvme(
                 read_threads=read_threads,
                 write_threads=write_threads,
                 nice=nice,
-                lock_fd=None if lock is None else lock.keep(),
+                lock_fd=None if lock is None else lock.fd,
             )
+            if lock is not None:
+                lock.keep()
             undo.push_async_callback(file.close)
             files.append(file)
             syscalls.sync_directory(directory)
@@ -124,7 +126,11 @@ async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
 
 
 class _Lock:
-    """The lock of a directory, which the exit stack `locks` releases unless `keep` was called."""
+    """The lock of a directory, which the exit stack `locks` releases unless `keep` was called.
+
+    Attributes:
+        fd: the descriptor that holds the lock.
+    """
 
     def __init__(self, directory: Path, locks: ExitStack | AsyncExitStack) -> None:
         """Lock the directory.
@@ -132,18 +138,17 @@ class _Lock:
         Raises:
             ConflictError: another process has locked it.
         """
-        self._fd = syscalls.lock_file(directory / LOCK)
+        self.fd = syscalls.lock_file(directory / LOCK)
         self._kept = False
         locks.callback(self._release)
 
-    def keep(self) -> int:
-        """Return the descriptor that holds the lock. From now on the caller must close it."""
+    def keep(self) -> None:
+        """Take note that the caller closes the descriptor, which holds the lock, from now on."""
         self._kept = True
-        return self._fd
 
     def _release(self) -> None:
         if not self._kept:
-            os.close(self._fd)
+            os.close(self.fd)
 
 
 async def _find_files(

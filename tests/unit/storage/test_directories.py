@@ -13,7 +13,7 @@ import pytest
 from storage import syscalls
 from storage.directories import adopt
 from storage.engine import Engine
-from storage.errors import ConflictError, DeviceError, DiskFullError, NotFoundError
+from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.tiers import nvme as nvme_module
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, engine_config, opened
@@ -113,6 +113,17 @@ async def test_two_stores_never_have_a_data_directory_at_once(tmp_path: Path) ->
             await Engine.open(engine_config(tmp_path / "other", nvme_dirs=(tmp_path / "state",)))
     # The engines that were refused have released their locks.
     for name in ("a", "b", "copy"):
+        os.close(syscalls.lock_file(tmp_path / name / "lock"))
+
+
+async def test_an_engine_that_finds_a_data_file_too_short_lets_go_of_its_directories(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        await Training(engine, LAYOUT).begin()
+    with (tmp_path / "a" / "data.1").open("r+b") as file:
+        file.truncate(0)
+    with pytest.raises(DataLossError, match=r"data\.1 does not match the catalog"):
+        await Engine.open(engine_config(tmp_path / "state", **config(tmp_path, "a", "b")))
+    for name in ("a", "b", "state"):
         os.close(syscalls.lock_file(tmp_path / name / "lock"))
 
 
