@@ -274,10 +274,13 @@ class Gradients:
             return
         memory.is_parked = True
         # The end of a spill under way decides about the range itself.
-        if memory.arena_range is not None and memory._spilling is None:
-            if memory.leaves_when_parked:
+        if memory._spilling is None:
+            if memory.region is not None:
+                # The recall that waited for the spill was cancelled before it freed the region, which has the bytes.
+                self._free_range(memory)
+            elif memory.arena_range is not None and memory.leaves_when_parked:
                 self._begin_spill(memory)
-            else:
+            elif memory.arena_range is not None:
                 self._keep(memory)
         self.relieve()
 

@@ -186,6 +186,34 @@ async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
                 await recalling
 
 
+async def test_a_recall_that_is_cancelled_when_the_spill_has_ended_leaves_the_gradient_spilled(
+    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        gradient, values = await filled(training)
+        used = engine.nvme.used_bytes
+        with held(monkeypatch, "write_exact") as go_on:
+            engine.gradients.park(gradient)
+            recalling = asyncio.ensure_future(engine.gradients.recall(gradient))
+            await asyncio.sleep(0.02)
+            go_on.set()
+            while gradient.region is None:
+                await asyncio.sleep(0)
+        # The spill has ended, and the recall that waits for it has not run since.
+        recalling.cancel()
+        await asyncio.wait([recalling])
+        assert recalling.cancelled()
+        await engine.gradients.close()
+        assert engine.nvme.used_bytes == used + gradient.nbytes
+        assert gradient.arena_range is None and gradient.is_parked
+        await engine.gradients.recall(gradient)
+        assert torch.equal(engine.gradients.tensor(gradient), values)
+        assert engine.nvme.used_bytes == used
+        engine.gradients.free(gradient)
+
+
 async def test_a_gradient_is_spilled_while_its_update_reads_it(
     tmp_path: Path, without_room: Callable[[Engine], None]
 ) -> None:
