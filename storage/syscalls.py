@@ -426,13 +426,15 @@ def extend(fd: int, size: int, length: int, path: Path) -> None:
 
     Raises:
         DiskFullError: the file system does not have that much room. The file is as long as before.
-        DeviceError: the file system refuses for another reason. The file is as long as before.
+        DeviceError: the file system refuses for another reason. The file is as long as before, unless the file system
+            refuses to truncate it, too, as one that has become read-only does.
     """
     try:
         os.posix_fallocate(fd, size, length)
     except OSError as error:
         # Some blocks may have been allocated before the error. This frees them.
-        os.ftruncate(fd, size)
+        with suppress(OSError):
+            os.ftruncate(fd, size)
         raise _device_error(f"reserve {length} bytes in", path, error) from error
     reach(Failpoint.FILE_GROWN)
 
@@ -497,14 +499,19 @@ def sync_data(fd: int, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the directory's entries to the device."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Sync the directory's entries to the device.
+
+    Raises:
+        DeviceError: the directory cannot be opened, or the sync failed.
+    """
     try:
-        os.fsync(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise _device_error("sync", path, error) from error
-    finally:
-        os.close(fd)
 
 
 def lock_file(path: Path) -> int:
@@ -514,7 +521,8 @@ def lock_file(path: Path) -> int:
 
     Raises:
         ConflictError: another process holds the lock; the message names the directory and the pid.
-        DeviceError: the file cannot be opened or created.
+        DiskFullError: the file system has no room for the pid.
+        DeviceError: the file cannot be opened, created or locked.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -522,6 +530,9 @@ def lock_file(path: Path) -> int:
         raise _device_error("open", path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Each pid is padded to the same length, so one write replaces the last pid, and a reader never finds half of
+        # one.
+        os.pwrite(fd, f"{os.getpid():<10}\n".encode(), 0)
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
@@ -529,8 +540,9 @@ def lock_file(path: Path) -> int:
             f"directory {path.parent} is in use by the daemon with pid {holder}; "
             "stop that one, or give this one another --state-dir and other --nvme-dir"
         ) from error
-    # Each pid is padded to the same length, so one write replaces the last pid, and a reader never finds half of one.
-    os.pwrite(fd, f"{os.getpid():<10}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise _device_error("lock", path, error) from error
     return fd
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def test_what_the_kernel_refuses_is_said_with_the_path(
     path = tmp_path / "data"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     page = memoryview(bytearray(4096))
-    for name in ("preadv", "pwritev", "fdatasync", "posix_fallocate"):
+    for name in ("preadv", "pwritev", "fdatasync", "posix_fallocate", "ftruncate"):
         monkeypatch.setattr(os, name, refuse)
     calls: list[Callable[[], None]] = [
         lambda: syscalls.read_exact(fd, [page], 0, path),
@@ -85,3 +86,35 @@ def test_what_the_kernel_refuses_is_said_with_the_path(
             call()
         assert str(path) in str(caught.value)
     os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "number", "kind", "says"),
+    [
+        (os, "pwrite", errno.ENOSPC, DiskFullError, "cannot lock .*/lock: No space left on device; free space there"),
+        (os, "pwrite", errno.EDQUOT, DiskFullError, "cannot lock .*/lock: Disk quota exceeded"),
+        (fcntl, "flock", errno.ENOLCK, DeviceError, "cannot lock .*/lock: No locks available"),
+    ],
+)
+def test_a_directory_that_cannot_be_locked_is_named_and_can_be_locked_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: object,
+    function: str,
+    number: int,
+    kind: type[Exception],
+    says: str,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, refuse)
+        with pytest.raises(kind, match=says):
+            syscalls.lock_file(tmp_path / "lock")
+    os.close(syscalls.lock_file(tmp_path / "lock"))
+
+
+def test_a_directory_that_cannot_be_synced_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=f"cannot sync {tmp_path}/gone: No such file or directory"):
+        syscalls.sync_directory(tmp_path / "gone")
