@@ -208,7 +208,7 @@ class Upkeep:
                 continue
             if slab.current_copy is not None:
                 moved.present_bytes += slab.paged_bytes
-            elif not _is_being_written(job, slab) and await self._promote(slab):
+            elif _may_be_promoted(job, slab) and await self._promote(slab):
                 moved.slabs += 1
                 moved.nbytes += slab.paged_bytes
             else:
@@ -226,11 +226,18 @@ async def _slabs(jobs: Iterable[Job]) -> AsyncIterator[tuple[Job, Slab]]:
             yield job, slab
 
 
-def _is_being_written(job: Job, slab: Slab) -> bool:
-    """Return whether an update writes a slab now, or a client writes initial values to its place in host memory."""
+def _may_be_promoted(job: Job, slab: Slab) -> bool:
+    """Return whether a slab's newest bytes may be brought into host memory now.
+
+    They may not while an update writes the slab, or a client writes initial values to its place in host memory.
+    """
     write = None if job.pending is None else job.pending.writes.get(slab)
-    is_updated = write is not None and not write.done()
-    return is_updated or (slab.copy is not None and slab.copy.is_written)
+    if write is not None and not write.done():
+        return False
+    if slab.copy is None:
+        # A copy of a slab at home in host memory is never evicted. A run gives the slab its place when it registers it.
+        return not slab.at_home_in_host
+    return not slab.copy.is_written
 
 
 @dataclass(slots=True, kw_only=True)

@@ -182,6 +182,24 @@ async def test_a_promotion_reads_nothing_to_the_place_in_which_an_update_works(t
         await training.assert_at(2)
 
 
+async def test_bytes_at_home_in_host_memory_are_promoted_only_while_a_run_has_room_for_them(tmp_path: Path) -> None:
+    """Copies at home are never evicted, so without a run they would keep other jobs from the room until a restart."""
+    layout = Layout(weights=TierName.NVME, moments=TierName.HOST)
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, layout).begin()
+        await training.step()
+        home = training.job.tally.home_bytes
+    async with opened(tmp_path, **ROOMY) as engine:
+        used = engine.host.used_bytes
+        moved = await engine.upkeep.promote("job")
+        assert (moved.nbytes, moved.left_bytes) == (training.version_bytes - home, home)
+        assert engine.host_cache.evictable_bytes == engine.host.used_bytes - used
+        training = await Training(engine, layout).open()
+        moved = await engine.upkeep.promote("job")
+        assert (moved.nbytes, moved.left_bytes) == (home, 0)
+        await training.assert_at(1)
+
+
 async def test_copies_at_home_in_host_memory_are_not_evicted(tmp_path: Path) -> None:
     layout = Layout(weights=TierName.HOST, moments=TierName.HOST)
     async with opened(tmp_path, **ROOMY) as engine:
