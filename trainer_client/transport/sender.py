@@ -22,21 +22,28 @@ class Sender:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A call behind the end of the queue would never begin, and its caller would wait for it without end. The lock
+        # is reentrant because a signal handler may close the session while its thread begins a call.
+        self._closing = threading.RLock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="paramserver-sender", daemon=True)
         self._thread.start()
 
     def begin(self, method: Any, request: Any, timeout_seconds: float) -> Future[Any]:
         """Queue a call and return its future, which fails with grpc.RpcError, or FutureCancelledError after `close`."""
         response: Future[Any] = Future()
-        if not self._thread.is_alive():
-            response.set_exception(grpc.FutureCancelledError())
-            return response
-        self._waiting.put(partial(_begin, response, method, request, timeout_seconds))
+        with self._closing:
+            if not self._is_closed:
+                self._waiting.put(partial(_begin, response, method, request, timeout_seconds))
+                return response
+        response.set_exception(grpc.FutureCancelledError())
         return response
 
     def close(self) -> None:
         """Begin the calls that are queued already and end the thread; idempotent."""
-        self._waiting.put(None)
+        with self._closing:
+            self._is_closed = True
+            self._waiting.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -52,11 +59,15 @@ def _begin(response: Future[Any], method: Any, request: Any, timeout_seconds: fl
         # grpc raises ValueError if the channel is closed.
         response.set_exception(grpc.FutureCancelledError())
         return
+    except Exception as error:
+        # For example, no thread can be started.
+        response.set_exception(error)
+        return
     call.add_done_callback(partial(_copy_result, response))
 
 
 def _copy_result(response: Future[Any], call: Any) -> None:
     try:
         response.set_result(call.result())
-    except (grpc.RpcError, grpc.FutureCancelledError) as error:
+    except Exception as error:
         response.set_exception(error)
