@@ -185,6 +185,24 @@ class Session:
             self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:
+            if self._state is SessionState.LOST:
+                raise
+            if self._closing.is_set():
+                return
+            log.exception("the session with the store cannot be kept")
+            # Callers would wait without end for this thread to resume the session.
+            self._lose(
+                StoreUnavailableError(
+                    grpc.StatusCode.UNKNOWN,
+                    f"this process cannot keep its session with the store ({error}): restart the job; it resumes from "
+                    "the last commit",
+                )
+            )
+
+    def _keep(self) -> None:
         while (error := self._listen()) is not None:
             if error.code is not grpc.StatusCode.UNAVAILABLE or self._state is not SessionState.ATTACHED:
                 self._lose(error)

@@ -20,7 +20,7 @@ from paramserver.v1.parameter_store_pb2_grpc import (
     ParameterStoreStub,
     add_ParameterStoreServicer_to_server,
 )
-from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreError
+from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreError, StoreUnavailableError
 from trainer_client.transport.session import Session
 
 # The status, text and trailing metadata with which a stream ends.
@@ -119,3 +119,15 @@ def test_a_daemon_that_has_ended_the_session_is_believed(tmp_path: Path, answer:
 
     assert isinstance(failure_of(tmp_path, daemons), SessionEndedError)
     assert len(daemons.hellos) == 2
+
+
+def test_a_session_that_this_process_cannot_resume_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started, as where a process has all that its user may have."""
+
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    failure = failure_of(tmp_path, Daemons(welcome("one"), LOST))
+
+    assert isinstance(failure, StoreUnavailableError) and "can't start new thread" in failure.message
