@@ -3,6 +3,7 @@ same bits."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import threading
@@ -22,6 +23,7 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive
 from tests.integration.support.outliving_run import RUN
 from tests.integration.support.training import build_model
+from tests.integration.support.waiting import wait_until
 from trainer_client import DaemonRestartedError, Engine, StoreUnavailableError
 
 STEPS = 6
@@ -305,6 +307,36 @@ def test_one_rank_goes_on_and_says_what_it_did(tmp_path: Path, caplog: pytest.Lo
     assert restart.step == 2 and restart.handed_over_again is None and restart.seconds > 0
     assert report is not None and report.daemon_restarts == 1
     assert "the run goes on after" in caplog.text and "from commit 2" in caplog.text
+
+
+def arenas() -> set[str]:
+    """Return the inodes of the arenas that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "paramserver-arena" in line}
+
+
+def test_the_memory_of_a_lost_daemon_is_unmapped_without_the_garbage_collector(tmp_path: Path) -> None:
+    gc.collect()
+    before = arenas()
+    with Daemon(tmp_path / "state") as daemon, started(daemon) as engine:
+        train(engine, range(2))
+        former = arenas() - before
+        assert former
+        gc.disable()
+        try:
+            loss = engine(torch.randn(2, 64)).square().mean()
+            daemon.kill()
+            with Daemon(tmp_path / "state"):
+                engine.backward(loss)
+                engine.step()
+                del loss
+                train(engine, range(3, 5))
+                engine.wait_for_commit()
+                assert len(engine.daemon_restarts) == 1
+                wait_until(lambda: not former & arenas())
+                engine.close()
+        finally:
+            gc.enable()
 
 
 def test_a_daemon_is_stopped_and_started_again_within_a_forward(tmp_path: Path) -> None:

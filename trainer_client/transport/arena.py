@@ -107,6 +107,10 @@ class Generation:
         if self._word[0] != self._given:
             raise session_ended()
 
+    def copy(self) -> Generation:
+        """Return an object that answers as this one does now, and keeps no memory mapped."""
+        return Generation(memoryview(self._word.tobytes()).cast("Q"), self._given)
+
 
 class Arena:
     """The mapped arena of one session; `map` makes it.
@@ -193,6 +197,15 @@ class Arena:
         if (generation := self._generation) is None:
             raise _session_closed()
         return generation
+
+    def let_go(self) -> None:
+        """Release the mapping of a daemon that is gone, without waiting; it ends when the last lease in it is gone.
+
+        `check` goes on to answer as it does now, because nothing changes the word any more.
+        """
+        self._tensor = None
+        if self._generation is not None:
+            self._generation = self._generation.copy()
 
     def close(self) -> None:
         """Release the mapping, which ends when the last view of it is gone; idempotent.

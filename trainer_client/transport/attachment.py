@@ -107,10 +107,12 @@ class Attachment:
         """End a session whose daemon is gone, but leave its arena mapped.
 
         The arena is unmapped when its last lease is gone, because gradients in it are still to be handed to the next
-        daemon.
+        daemon. This object may live on for long, in the errors of the calls that the daemon did not answer.
         """
         self._sender.close()
         self._close_connection()
+        if self.arena is not None:
+            self.arena.let_go()
 
     def _close_connection(self) -> None:
         self.session.close()

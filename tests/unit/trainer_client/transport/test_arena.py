@@ -187,6 +187,31 @@ def test_a_changed_word_says_that_the_session_has_ended(path: Path) -> None:
         arena.check()
 
 
+def test_the_mapping_of_a_daemon_that_is_gone_ends_with_its_last_lease(path: Path) -> None:
+    """The arena itself stays referenced, as it does by the errors of the calls that its daemon did not answer."""
+    arena = map_arena(path)
+    lease = arena.view(4096, 64)
+    arena.let_go()
+    lease.fill_(1)
+    arena.check()
+    assert locked(path) == "10"
+    del lease
+    assert locked(path) == "00" and open_descriptors(path) == 0
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    arena.check()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        arena.view(0, 1)
+
+
+def test_the_end_of_a_session_is_known_after_its_daemon_is_gone(path: Path) -> None:
+    arena = map_arena(path)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), struct.pack("<Q", 9), FIRST[0])
+    arena.let_go()
+    with pytest.raises(SessionEndedError, match="leases are void"):
+        arena.check()
+
+
 def test_a_process_that_slept_before_it_mapped_finds_its_session_ended(path: Path) -> None:
     with pytest.raises(SessionEndedError):
         Arena.map(description(path, (FIRST[0], 6)))
