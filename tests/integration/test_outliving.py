@@ -7,8 +7,9 @@ import gc
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import trainer_client
+from paramserver.security.principals import Role
+from paramserver.security.tokens import add_token
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive
 from tests.integration.support.outliving_run import RUN
 from tests.integration.support.training import build_model
 from tests.integration.support.waiting import wait_until
-from trainer_client import DaemonRestartedError, Engine, StoreUnavailableError
+from trainer_client import Credentials, DaemonRestartedError, Engine, StoreUnavailableError
+from trainer_client.transport.attachments import Survival
+from trainer_client.transport.rank_store import RankStore
 
 STEPS = 6
 
@@ -368,6 +373,44 @@ def test_a_daemon_is_stopped_and_started_again_within_a_forward(tmp_path: Path) 
             for each in daemons:
                 each.kill()
     assert losses == expected
+
+
+def test_a_token_file_that_is_just_being_written_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, own = tmp_path / "tokens.toml", tmp_path / "own.token"
+    token = add_token(tokens, "trainer", Role.ADMIN)
+    own.write_text(token)
+    config = {"token_file": str(tokens)}
+    survival = Survival(timeout_seconds=60, kept_bytes=0, durable_every=1, is_loud=True)
+    with Daemon(tmp_path / "state", config) as daemon:
+        store = RankStore(daemon.address, "rank", Credentials(token_file=own), survival=survival)
+        with closing(store):
+            former = store.epoch
+            own.write_text("")
+            daemon.kill()
+            with Daemon(tmp_path / "state", config):
+                wait_until(lambda: "is gone; waiting for the next one" in caplog.text)
+                # The rank looks at the file meanwhile.
+                time.sleep(0.5)
+                own.write_text(token)
+                assert store.confirm_epoch() != former
+
+
+def test_a_token_file_that_stays_empty_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    tokens, own = tmp_path / "tokens.toml", tmp_path / "own.token"
+    own.write_text(add_token(tokens, "trainer", Role.ADMIN))
+    config = {"token_file": str(tokens)}
+    survival = Survival(timeout_seconds=1, kept_bytes=0, durable_every=1, is_loud=True)
+    with Daemon(tmp_path / "state", config) as daemon:
+        store = RankStore(daemon.address, "rank", Credentials(token_file=own), survival=survival)
+        with closing(store):
+            own.write_text("")
+            daemon.kill()
+            with pytest.raises(
+                StoreUnavailableError, match=rf"reattach_timeout_seconds .*token file {own} must hold one"
+            ):
+                store.confirm_epoch()
 
 
 def test_a_daemon_that_stays_away_is_waited_for_as_long_as_the_config_says(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import (
+    ConfigError,
     DaemonRestartedError,
     PermissionDeniedError,
     SessionEndedError,
@@ -343,13 +344,18 @@ class Attachments:
 
         It can raise StoreError.
         """
-        reason = cause
+        reason = cause.message
         while not self._closing.is_set() and (remaining := deadline - time.monotonic()) > 0:
             try:
                 wait_until_serving(self._address, min(remaining, _LOOK_SECONDS), self._credentials)
                 attachment = self._attach(on_lost=self._on_lost)
             except (StoreUnavailableError, StoreTimeoutError) as error:
-                reason = error
+                reason = error.message
+                self._closing.wait(_PAUSE_SECONDS)
+                continue
+            except ConfigError as error:
+                # A file of the credentials may be just about to be written.
+                reason = str(error)
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
             if attachment.epoch != former.epoch:
@@ -363,7 +369,7 @@ class Attachments:
         raise StoreUnavailableError(
             grpc.StatusCode.UNAVAILABLE,
             f"the store daemon at {self._address} went away, and no other one served there within the "
-            f"paramserver.reattach_timeout_seconds of this run ({reason.message})",
+            f"paramserver.reattach_timeout_seconds of this run ({reason})",
         )
 
     def _take_up(self, attachment: Attachment) -> tuple[int | None, int | None]:
