@@ -73,16 +73,17 @@ class Credentials:
         """Return the token, read from its file if one is given; None if these credentials have no token.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no token.
+            ConfigError: the file cannot be read, or it or `token` holds no token.
         """
-        if self.token_file is None:
-            return self.token
-        token = _read(self.token_file).decode(errors="replace").strip()
-        # The error does not show what the file holds, because the user may have given a key or a password by mistake.
+        if self.token_file is not None:
+            token, holder = _read(self.token_file).decode(errors="replace").strip(), f"token file {self.token_file}"
+        elif self.token is not None:
+            token, holder = self.token, "Credentials(token=...)"
+        else:
+            return None
+        # The error does not show what was given, because the user may have given a key or a password by mistake.
         if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(
-                f"token file {self.token_file} must hold one token, as `paramserver tokens add` prints it"
-            )
+            raise ConfigError(f"{holder} must hold one token and nothing else, as `paramserver tokens add` prints it")
         return token
 
     def connect(self, address: str, options: Options, trace: TraceParent | None = None) -> grpc.Channel:

@@ -62,6 +62,13 @@ def test_a_token_is_read_when_a_channel_is_opened(tmp_path: Path) -> None:
         Credentials(token="x", token_file=path)
 
 
+@pytest.mark.parametrize("token", ["", "a-token\n", "two words", "\N{SNOWMAN}"])
+def test_a_token_that_no_call_can_carry_is_refused_before_the_first_call(token: str) -> None:
+    with pytest.raises(ConfigError, match=r"Credentials\(token=\.\.\.\) must hold one token") as caught:
+        open_channel("unix:/run/s", Credentials(token=token))
+    assert not token.strip() or token.strip() not in str(caught.value)
+
+
 def test_files_of_tls_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     credentials = Credentials(tls_ca=tmp_path / "ca", tls_certificate=tmp_path / "c", tls_key=tmp_path / "k")
     with pytest.raises(ConfigError, match=f"{tmp_path}/ca cannot be read"):
