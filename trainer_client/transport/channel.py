@@ -100,7 +100,7 @@ def check_address(address: str) -> str:
             raise ConfigError(f"store address {address!r}: {error}") from error
         return address
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 1 << 16):
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"store address {address!r}: write 'unix:/path/paramserver.sock' or 'host:port'")
     return address
 

@@ -20,7 +20,10 @@ def test_good_addresses(address: str) -> None:
     assert check_address(address) == address
 
 
-@pytest.mark.parametrize("address", ["", "localhost", ":50051", "host:port", "host:0", "host:65536", "unix:relative"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost", ":50051", "host:port", "host:0", "host:65536", "host:\N{SUPERSCRIPT TWO}", "unix:relative"],
+)
 def test_bad_addresses_are_refused_with_their_text(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_address(address)
