@@ -117,6 +117,24 @@ async def test_calls_go_on_after_a_broken_connection_and_what_was_put_is_not_los
                 assert torch.equal(await reader.get("table"), value("table", 1))
 
 
+def test_a_prefetch_that_the_store_has_refused_does_not_fail_a_later_get(tmp_path: Path) -> None:
+    specs = {f"t{number}": TensorSpec(shape=(1 << 18,), dtype=torch.float32) for number in range(12)}
+    config = {"host_budget": "8MiB", "admission_timeout_seconds": 0.3}
+    with Daemon(tmp_path / "state", config) as daemon, StoreClientSync.connect(daemon.address) as store:
+        with store.open("job", specs, shard_bytes=SHARD) as writer:
+            writer.put({fqn: value(fqn, 0, spec) for fqn, spec in specs.items()})
+            writer.commit()
+        # Each reader holds up to 2 MiB of parts, so there is no room for those of the last one.
+        *others, last = [store.read("job") for _ in range(6)]
+        for number, reader in enumerate([*others, last]):
+            reader.prefetch([f"t{2 * number}", f"t{2 * number + 1}"])
+            time.sleep(0.5)
+        for reader in others:
+            reader.close()
+        assert torch.equal(last.get("t10"), value("t10", 0, specs["t10"]))
+        last.close()
+
+
 def test_a_token_opens_its_jobs_and_no_others() -> None:
     with (
         guarded_daemon() as guarded,

@@ -82,19 +82,42 @@ WantedT = TypeVar("WantedT", TensorPart, Batch)
 
 
 class _Held:
-    """The store's reader in one session. `ahead` has the futures of the leases that `prefetch` has requested."""
+    """The store's reader in one session, and the leases that `prefetch` has requested in it."""
 
     def __init__(self, session: StoreSession, reader_id: int) -> None:
         self.session = session
         self.reader_id = reader_id
-        self.ahead: dict[TensorPart, Any] = {}
+        # The futures of the prefetched leases. Several threads may use the reader.
+        self._ahead: dict[TensorPart, Any] = {}
+        self._lock = threading.Lock()
 
     def lease(self, wanted: TensorPart | Batch, timeout_seconds: float) -> Any:
         """Return grpc's future of a lease on a part or a batch: the prefetched one, or that of a new request."""
-        if isinstance(wanted, TensorPart) and wanted in self.ahead:
-            return self.ahead.pop(wanted)
+        if isinstance(wanted, TensorPart):
+            with self._lock:
+                prefetched = self._ahead.pop(wanted, None)
+            # A request that the store has refused, such as for want of room, may succeed now.
+            if prefetched is not None and not _has_failed(prefetched):
+                return prefetched
         request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
         return self.session.begin("AcquireLeases", request, timeout_seconds)
+
+    def prefetch(self, part: TensorPart) -> bool:
+        """Request the lease of a part for later; return False instead if _PARTS_AHEAD are requested already."""
+        with self._lock:
+            if part not in self._ahead:
+                if len(self._ahead) >= _PARTS_AHEAD:
+                    return False
+                request = pb.AcquireLeasesRequest(wants=[part.to_want(self.reader_id)])
+                self._ahead[part] = self.session.begin("AcquireLeases", request, LEASE_DEADLINE_SECONDS)
+            return True
+
+    def release_ahead(self) -> None:
+        """Release what was prefetched and not used."""
+        with self._lock:
+            unused, self._ahead = self._ahead, {}
+        for leased in unused.values():
+            self.release_when_granted(leased)
 
     def release_when_granted(self, leased: Any) -> None:
         """Release the lease that the future `leased` will return, as soon as the daemon has granted it."""
@@ -161,8 +184,7 @@ class StoreReaderSync:
             held, self._held = self._held, None
         if held is None:
             return
-        for leased in held.ahead.values():
-            held.release_when_granted(leased)
+        held.release_ahead()
         request = pb.CloseReaderRequest(reader_id=held.reader_id)
         # If this fails, the reader has ended with its session.
         with contextlib.suppress(StoreError):
@@ -311,10 +333,8 @@ class StoreReaderSync:
             held = self._attach(session, call)
             for _, dtype, target in targets:
                 for part in _cut(target, self._part_bytes // dtype.itemsize):
-                    if len(held.ahead) >= _PARTS_AHEAD:
+                    if not held.prefetch(part):
                         return
-                    if part not in held.ahead:
-                        held.ahead[part] = held.lease(part, LEASE_DEADLINE_SECONDS)
 
         self._connection.resume(call, attempt)
 
@@ -389,6 +409,10 @@ class StoreReaderSync:
                 f"elements [{first}, {first + count}) are no range of tensor {fqn!r} of {tensor.numel} elements"
             )
         return tensor.shape, tensor.kinds[kind], TensorPart(fqn=fqn, kind=wire_kind, offset=first, numel=count)
+
+
+def _has_failed(future: Any) -> bool:
+    return bool(future.done()) and (future.cancelled() or future.exception() is not None)
 
 
 def list_tensors(
