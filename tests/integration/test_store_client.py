@@ -126,6 +126,10 @@ def test_the_synchronous_face_does_the_same(sync_store: StoreClientSync, job: st
         assert writer.commit(timeout=timedelta(seconds=20)) == 0
         watch = sync_store.watch(job)
         assert next(watch).step == 0
+        later = sync_store.watch(job, timeout=0.1)
+        time.sleep(0.2)
+        assert next(later).step == 0, "the time-out limits only how long the daemon may be away"
+        del later
         with sync_store.read(job) as reader:
             writer.put({"bias": value("bias", 1)})
             assert writer.commit() == 1

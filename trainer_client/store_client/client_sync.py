@@ -229,6 +229,8 @@ class StoreClientSync:
 
     def watch_within(self, call: Call, job: str) -> Iterator[Commit]:
         """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
+        # The caller of `watch` may ask for the first commit long after that call.
+        call.extend()
         seen: tuple[int, float] | None = None
         while True:
             session = self._connection.resume(call, lambda session: session)
