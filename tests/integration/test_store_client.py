@@ -141,6 +141,8 @@ def test_the_synchronous_face_does_the_same(sync_store: StoreClientSync, job: st
                 assert torch.equal(reader.get(fqn), value(fqn, 0))
         (stored,) = sync_store.list_jobs()
         assert (stored.name, stored.step, stored.durable, stored.world_size) == (job, 1, True, 1)
+        for forever in (float("inf"), timedelta.max):
+            assert [each.name for each in sync_store.list_jobs(timeout=forever)] == [job]
         tensors = {tensor.fqn: tensor for tensor in sync_store.list_tensors(job)}
         assert {fqn: TensorSpec(shape=t.shape, dtype=t.dtype) for fqn, t in tensors.items()} == SPECS
         assert tensors["table"].held == ((0, 564_300),)

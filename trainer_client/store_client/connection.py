@@ -34,6 +34,8 @@ Timeout = float | timedelta | None
 
 T = TypeVar("T")
 
+# gRPC takes a deadline that is a few hundred years away for one that has passed.
+_LONGEST_SECONDS = 365 * 86_400.0
 # The most time that the end of a connection takes.
 _CLOSE_SECONDS = 5.0
 
@@ -55,7 +57,7 @@ class Call:
         # The seconds that `allow` has added to a default deadline.
         self._allowed_seconds = 0.0
         self._is_default = seconds is None
-        self.seconds = default_seconds if seconds is None else float(seconds)
+        self.seconds = default_seconds if seconds is None else min(float(seconds), _LONGEST_SECONDS)
         if not self.seconds > 0:
             raise ConfigError(f"timeout {timeout} must be positive; leave it out for the default")
         self._at = time.monotonic() + self.seconds
