@@ -316,6 +316,8 @@ async def test_errors_say_what_is_wrong(store: StoreClient, job: str) -> None:
             await store.read(job, step=9)
     with pytest.raises(ConfigError, match="was closed; open it again"):
         await writer.put(values(1))
+    with pytest.raises(ConfigError, match="was closed; open it again"):
+        await writer.roll_back()
     with pytest.raises(JobConflictError, match="holds another model"):
         await store.open(job, {"table": SPECS["bias"]}, shard_bytes=SHARD)
     with pytest.raises(JobConflictError, match="stored with another partition"):

@@ -187,6 +187,7 @@ class StoreWriterSync:
     def roll_back_within(self, call: Call) -> int | None:
         """Roll back within the deadline of `call`; see `roll_back`."""
         with self._lock:
+            self._check_open()
             self._reopen(call)
             return self._committed
 
@@ -196,8 +197,7 @@ class StoreWriterSync:
 
     def _usable_session(self, call: Call) -> StoreSession:
         """Return the session. Raise StepAbortedError if puts of the step under way were lost."""
-        if self._closed:
-            raise ConfigError(f"job {self.name!r} was closed; open it again")
+        self._check_open()
         if self._failure is not None:
             raise StepAbortedError(
                 grpc.StatusCode.ABORTED,
@@ -216,6 +216,10 @@ class StoreWriterSync:
             )
         assert self._session is not None
         return self._session
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError(f"job {self.name!r} was closed; open it again")
 
     def _reopen(self, call: Call) -> None:
         """Open the job again on a new session. The store discards the puts of the former session."""
