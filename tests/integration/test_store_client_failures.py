@@ -253,6 +253,7 @@ async def test_deadlines_end_calls_to_a_daemon_that_does_not_answer(tmp_path: Pa
                 reader.get("table", timeout=0.3),
                 store.list_jobs(timeout=0.3),
                 writer.put(values(1), timeout=timedelta(milliseconds=300)),
+                store.open("another", SPECS, shard_bytes=SHARD, timeout=0.3),
             ):
                 with pytest.raises(StoreTimeoutError):
                     await call

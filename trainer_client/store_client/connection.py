@@ -147,8 +147,8 @@ class _CancellableChannel:
 class StoreSession:
     """One session with the daemon."""
 
-    def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool) -> None:
-        """Open the session.
+    def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool, timeout_seconds: float) -> None:
+        """Open the session, within `timeout_seconds`.
 
         Raises:
             StoreError: the daemon refuses it.
@@ -157,7 +157,7 @@ class StoreSession:
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
         self._channel = channel
         registers = is_announced()
-        self._session = Session(self._stub, client, registers_arena=registers)
+        self._session = Session(self._stub, client, registers_arena=registers, timeout_seconds=timeout_seconds)
         with contextlib.ExitStack() as after_error:
             after_error.callback(self._session.close)
             welcome = self._session.welcome
@@ -352,14 +352,25 @@ class Connection:
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
-    def new_session(self, *, maps_memory: bool = True) -> StoreSession:
-        """Open a further session, which the caller has to close. It can raise StoreError.
+    def new_session(self, call: Call | None = None, *, maps_memory: bool = True) -> StoreSession:
+        """Open a further session, which the caller has to close.
 
-        With `maps_memory` false, the session does not map the arena even if it could.
+        Args:
+            call: its deadline limits how long the daemon may take to answer; None: only the default does.
+            maps_memory: False: the session does not map the arena even if it could.
+
+        Raises:
+            StoreError: the daemon refuses the session or does not answer in time.
         """
         if self._closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
-        return StoreSession(self._channel, self._client, prefer_streams=self._prefer_streams or not maps_memory)
+        seconds = CONTROL_DEADLINE_SECONDS if call is None else min(CONTROL_DEADLINE_SECONDS, call.left_seconds)
+        return StoreSession(
+            self._channel,
+            self._client,
+            prefer_streams=self._prefer_streams or not maps_memory,
+            timeout_seconds=seconds,
+        )
 
     def admin_call(self, method: str, request: Any, call: Call) -> Any:
         """Make a call of StoreAdmin and return its response. It can raise StoreError."""
@@ -376,15 +387,20 @@ class Connection:
         session = self._session
         if session is not None and session.goes_on(call):
             return session
-        with self._lock:
+        # Another thread may be opening a session, for longer than the caller waits.
+        while not self._lock.acquire(timeout=call.left_seconds):
+            pass
+        try:
             # Another thread may have opened a new session meanwhile. Then `_session` is that one, and stays.
             if self._session is session:
                 self._session = None
                 if session is not None:
                     session.close()
             if self._session is None:
-                self._session = self.new_session()
+                self._session = self.new_session(call)
             return self._session
+        finally:
+            self._lock.release()
 
     @property
     def epoch(self) -> str:

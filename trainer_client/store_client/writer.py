@@ -250,7 +250,7 @@ class StoreWriterSync:
                 session.close()
                 raise
 
-        resume(call, self._connection.new_session, with_session)
+        resume(call, lambda: self._connection.new_session(call), with_session)
 
     def _open_once_free(self, session: StoreSession, request: pb.OpenJobRequest, call: Call) -> Any:
         """Open the job and return the response; wait while this writer's own broken session still holds the job."""

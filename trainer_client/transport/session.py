@@ -79,6 +79,7 @@ class Session:
         registers_arena: whether this process may register the arena with a device while the session lasts.
         on_lost: called once, on the session's thread, if the session ends otherwise than by `close`.
         on_rank_gone: called on the session's thread when another rank of the run has gone.
+        timeout_seconds: how long the daemon may take to welcome the session.
 
     Raises:
         StoreError: the daemon refuses the session or does not answer in time.
@@ -92,6 +93,7 @@ class Session:
         registers_arena: bool,
         on_lost: Callable[[StoreError], None] = lambda _: None,
         on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
+        timeout_seconds: float = CONTROL_DEADLINE_SECONDS,
     ) -> None:
         self._stub = stub
         self._client = client
@@ -108,12 +110,13 @@ class Session:
         self._thread = threading.Thread(target=carried(self._run), name="paramserver-session", daemon=True)
         self._thread.start()
         with self._changed:
-            welcomed = self._changed.wait_for(lambda: self._state is not SessionState.OPENING, CONTROL_DEADLINE_SECONDS)
+            welcomed = self._changed.wait_for(lambda: self._state is not SessionState.OPENING, timeout_seconds)
         if not welcomed:
-            self.close()
+            # A session that the daemon has opened without an answer ends there after the grace time.
+            self.break_off()
             raise StoreTimeoutError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"the daemon did not welcome the session within {CONTROL_DEADLINE_SECONDS:g} s",
+                f"the daemon did not welcome the session within {timeout_seconds:.3g} s",
             )
         self.check()
 
