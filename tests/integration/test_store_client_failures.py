@@ -70,6 +70,20 @@ async def test_tensors_may_be_larger_than_the_host_budget(tmp_path: Path) -> Non
         assert await asyncio.to_thread(daemon.stop) == 0
 
 
+class CutAt:
+    """A proxy's function that cuts the connection once, at the first bytes that contain a pattern."""
+
+    def __init__(self, pattern: bytes) -> None:
+        self.has_cut = False
+        self._pattern = pattern
+
+    def __call__(self, data: bytes) -> bytes:
+        if self.has_cut or self._pattern not in data:
+            return data
+        self.has_cut = True
+        return b""
+
+
 class CutNext:
     """A proxy's function that cuts the connection at the next bytes after `now` was set."""
 
@@ -115,6 +129,22 @@ async def test_calls_go_on_after_a_broken_connection_and_what_was_put_is_not_los
                 await watch.aclose()
             async with await store.read(job) as reader:
                 assert torch.equal(await reader.get("table"), value("table", 1))
+
+
+def test_a_job_is_opened_again_if_the_connection_breaks_meanwhile(daemon: Daemon, job: str, tmp_path: Path) -> None:
+    with StoreClientSync.connect(daemon.address) as store, store.open(job, SPECS, shard_bytes=SHARD) as writer:
+        writer.put(values(0))
+        writer.commit()
+    # The name of a pack is in the declaration of the shards, which comes after the daemon has opened the job.
+    cut = CutAt(b"[packed 0]")
+    with (
+        TamperingProxy(tmp_path / "cut.sock", daemon.socket, cut) as proxy,
+        StoreClientSync.connect(proxy.address) as store,
+        store.open(job, SPECS, shard_bytes=SHARD) as writer,
+    ):
+        assert cut.has_cut
+        writer.put(values(1))
+        assert writer.commit() == 1
 
 
 def test_a_prefetch_that_the_store_has_refused_does_not_fail_a_later_get(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ class StoreWriterSync:
         self._layout = layout
         self._lock = threading.RLock()
         self._session: StoreSession | None = None
+        # Whether the daemon may still hold the job for a former session of this writer.
+        self._has_tried = False
         self._committed: int | None = None
         self._put: set[str] = set()
         self._packing = Packing()
@@ -229,10 +231,10 @@ class StoreWriterSync:
 
     def _attach(self, call: Call) -> None:
         """Open the job on a session of its own. It can raise StoreError."""
-        request = self._layout.open_request()
 
         def attempt(session: StoreSession) -> None:
-            response = self._open_once_free(session, request, call)
+            # Each attempt is a run of its own, because a run whose only rank has gone can commit nothing any more.
+            response = self._open_once_free(session, self._layout.open_request(), call)
             packed = all(layout.layout == PACKED for layout in response.layouts[-1:])
             for registration in self._layout.register_requests(packed=packed):
                 session.call("RegisterShards", registration, call)
@@ -249,6 +251,8 @@ class StoreWriterSync:
             except BaseException:
                 session.close()
                 raise
+            finally:
+                self._has_tried = True
 
         resume(call, lambda: self._connection.new_session(call), with_session)
 
@@ -262,7 +266,7 @@ class StoreWriterSync:
             except JobConflictError:
                 # Waiting helps only if a former session of this writer holds the job, because the daemon will end that
                 # session.
-                if self._session is None or time.monotonic() > give_up_at:
+                if not self._has_tried or time.monotonic() > give_up_at:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
