@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.support.daemon import Daemon
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.guarded import guarded_daemon
 from tests.integration.support.tampering import CutAfter, TamperingProxy
+from tests.integration.support.waiting import wait_until
 from tests.integration.test_store_client import SHARD, SPECS, value, values, write
 from trainer_client import (
     PermissionDeniedError,
@@ -84,6 +87,26 @@ class CutAt:
         return b""
 
 
+class Hold:
+    """A proxy's function that keeps all bytes back while it is `closed`."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+        self._is_open.set()
+
+    def __call__(self, data: bytes) -> bytes:
+        assert self._is_open.wait(30)
+        return data
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self._is_open.clear()
+        try:
+            yield
+        finally:
+            self._is_open.set()
+
+
 class CutNext:
     """A proxy's function that cuts the connection at the next bytes after `now` was set."""
 
@@ -145,6 +168,41 @@ def test_a_job_is_opened_again_if_the_connection_breaks_meanwhile(daemon: Daemon
         assert cut.has_cut
         writer.put(values(1))
         assert writer.commit() == 1
+
+
+@pytest.mark.parametrize("call", ["put", "commit"])
+def test_a_writer_that_was_silent_for_too_long_is_told_what_is_gone(
+    daemon: Daemon, job: str, tmp_path: Path, call: str
+) -> None:
+    """The daemon has ended the session, and the writer calls before it learns that."""
+    hold, name = Hold(), f"writer of {job}"
+    with (
+        TamperingProxy(tmp_path / "hold.sock", daemon.socket, hold) as proxy,
+        StoreClientSync.connect(proxy.address, client=name) as store,
+        store.open(job, SPECS, shard_bytes=SHARD) as writer,
+        admin_of(daemon.address) as admin,
+        ThreadPoolExecutor(1) as thread,
+    ):
+
+        def has_session() -> bool:
+            listed = admin.ListSessions(admin_pb.ListSessionsRequest(), timeout=10).sessions
+            return any(session.client == name for session in listed)
+
+        writer.put(values(0))
+        writer.commit()
+        writer.put({"bias": value("bias", 1)})
+        with hold.closed():
+            wait_until(lambda: not has_session())
+            begin = (lambda: writer.put({"table": value("table", 1)})) if call == "put" else writer.commit
+            called = thread.submit(begin)
+            # The request is on its way when the news of the end of the session comes.
+            time.sleep(0.5)
+        with pytest.raises(StepAbortedError, match=r"put it again|put its tensors again"):
+            called.result(30)
+        writer.put(values(2))
+        assert writer.commit() == 1
+    with StoreClientSync.connect(daemon.address) as store, store.read(job) as reader:
+        assert torch.equal(reader.get("table"), value("table", 2))
 
 
 def test_a_prefetch_that_the_store_has_refused_does_not_fail_a_later_get(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trainer_client.errors import (
     JobConflictError,
     StepAbortedError,
     StoreError,
+    StoreNotFoundError,
     StoreUnavailableError,
 )
 from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of, resume
@@ -149,6 +150,8 @@ class StoreWriterSync:
                 self._send(session, call, tensors)
             except StoreError as error:
                 self._failure = error
+                if self._has_ended(session, error, call):
+                    self._begin_again(call)
                 raise
             except BaseException:
                 self._failure = StoreUnavailableError(grpc.StatusCode.CANCELLED, "a put was cancelled")
@@ -164,9 +167,11 @@ class StoreWriterSync:
             try:
                 self._send_incomplete(session, call)
                 session.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
-            except StoreUnavailableError as error:
-                # The response to opening the job again shows whether the step was committed.
+            except (StoreUnavailableError, StoreNotFoundError) as error:
                 self._failure = error
+                if isinstance(error, StoreNotFoundError) and not self._has_ended(session, error, call):
+                    raise
+                # The response to opening the job again shows whether the step was committed.
                 self._reopen(call)
                 if self._committed != step:
                     raise StepAbortedError(
@@ -208,6 +213,16 @@ class StoreWriterSync:
             ) from self._failure
         if self._session is not None and self._session.goes_on(call):
             return self._session
+        self._begin_again(call)
+        assert self._session is not None
+        return self._session
+
+    def _has_ended(self, session: StoreSession, error: StoreError, call: Call) -> bool:
+        """Return whether a call has failed because the store does not know the session any more."""
+        return isinstance(error, StoreNotFoundError) and not session.is_known(call)
+
+    def _begin_again(self, call: Call) -> None:
+        """Open the job again, because the session has ended. Raise StepAbortedError if anything was put in it."""
         lost = sorted(self._put)
         self._reopen(call)
         if lost:
@@ -216,8 +231,6 @@ class StoreWriterSync:
                 f"the session with the store has ended, and what was put for step {self._next_step} of job "
                 f"{self.name!r} is gone ({', '.join(lost[:5])}{', ...' if lost[5:] else ''}): put it again",
             )
-        assert self._session is not None
-        return self._session
 
     def _check_open(self) -> None:
         if self._closed:
