@@ -24,6 +24,8 @@ from tests.integration.support.tampering import CutAfter, TamperingProxy
 from tests.integration.support.waiting import wait_until
 from tests.integration.test_store_client import SHARD, SPECS, value, values, write
 from trainer_client import (
+    ConfigError,
+    Credentials,
     PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
@@ -35,6 +37,7 @@ from trainer_client import (
     TensorSpec,
     UnauthenticatedError,
 )
+from trainer_client.transport.credentials import NO_CREDENTIALS
 
 
 @pytest.fixture
@@ -203,6 +206,56 @@ def test_a_writer_that_was_silent_for_too_long_is_told_what_is_gone(
         assert writer.commit() == 1
     with StoreClientSync.connect(daemon.address) as store, store.read(job) as reader:
         assert torch.equal(reader.get("table"), value("table", 2))
+
+
+def use_after_the_end(address: str, daemon: Daemon, job: str, credentials: Credentials) -> None:
+    """Check that each call of a closed client, and of what it has opened, is refused at once."""
+    name = f"client of {job}"
+    store = StoreClientSync.connect(address, credentials=credentials, client=name)
+    writer = store.open(job, SPECS, shard_bytes=SHARD)
+    writer.put(values(0))
+    writer.commit()
+    reader, watch = store.read(job), store.watch(job)
+    assert next(watch).step == 0
+    writer.put({"bias": value("bias", 1)})
+    store.close()
+    # The sessions of the client and of the writer end in order, so that the next writer need not wait.
+    assert daemon.log.count(f"session of {name} ended (closed by the client)") == 2
+    for refused in (
+        lambda: store.list_jobs(timeout=5),
+        lambda: store.read(job, timeout=5),
+        lambda: store.open("another", SPECS, timeout=5),
+        lambda: reader.get("bias", timeout=5),
+        lambda: writer.put({"scale": value("scale", 1)}, timeout=5),
+        lambda: writer.commit(timeout=5),
+        lambda: next(watch),
+    ):
+        with pytest.raises(ConfigError, match="was closed; connect another"):
+            refused()
+    for opened in (store, reader, writer):
+        opened.close()
+
+
+def test_a_closed_client_says_so_and_has_ended_its_writers(daemon: Daemon, job: str) -> None:
+    use_after_the_end(daemon.address, daemon, job, NO_CREDENTIALS)
+
+
+def test_a_closed_client_with_a_token_says_so() -> None:
+    with guarded_daemon() as guarded:
+        use_after_the_end(guarded.address, guarded.daemon, "job", guarded.credentials("operator"))
+
+
+async def test_a_closed_client_of_asyncio_says_so(daemon: Daemon, job: str) -> None:
+    async with await StoreClient.connect(daemon.address) as store:
+        writer = await store.open(job, SPECS, shard_bytes=SHARD)
+        await write(writer, 0)
+        reader = await store.read(job)
+        await store.close()
+        for refused in (store.list_jobs(), reader.get("bias"), writer.put(values(1))):
+            with pytest.raises(ConfigError, match="was closed; connect another"):
+                await refused
+        await reader.close()
+        await writer.close()
 
 
 def test_a_prefetch_that_the_store_has_refused_does_not_fail_a_later_get(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from trainer_client.errors import ConfigError
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, Timeout
 from trainer_client.store_client.reader import StoreReaderSync
@@ -31,17 +32,24 @@ T = TypeVar("T")
 
 
 class _Threads:
-    """The thread pool that runs blocking calls for the event loop."""
+    """The thread pool that runs blocking calls of the client of `address` for the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._pool = ThreadPoolExecutor(_THREADS, "paramserver-store")
+        self._is_closed = False
 
     async def run(self, call: Call, work: Callable[[], T], *, close: Callable[[T], None] | None = None) -> T:
         """Run `work` on a thread and return its result.
 
         If the task is cancelled, cancel `call`, wait until `work` does not touch the caller's tensors any more, and
         raise CancelledError. If `work` still returns a result later, `close` closes it.
+
+        Raises:
+            ConfigError: the client was closed.
         """
+        if self._is_closed:
+            raise ConfigError(f"the client of {self._address} was closed; connect another")
         future = self._pool.submit(work)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
@@ -52,9 +60,13 @@ class _Threads:
             raise
 
     async def close(self, work: Callable[[], None]) -> None:
-        """Run `work` as the last call, and end the threads."""
-        await asyncio.shield(asyncio.wrap_future(self._pool.submit(work)))
+        """Run `work` as the last call, and end the threads. A repeated call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        last = self._pool.submit(work)
         self._pool.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(last))
 
 
 class StoreClient:
@@ -76,7 +88,7 @@ class StoreClient:
         timeout: Timeout = None,
     ) -> StoreClient:
         """Connect, and wait until the daemon answers. It raises what `StoreClientSync.connect` raises."""
-        threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
+        threads, call = _Threads(address), Call(timeout, CONTROL_DEADLINE_SECONDS)
         connected = await threads.run(
             call,
             lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
@@ -91,7 +103,7 @@ class StoreClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the session, and with it all readers that are still open."""
+        """End the client, and with it all readers and writers that are still open; see `StoreClientSync.close`."""
         await self._threads.close(self._client.close)
 
     @property

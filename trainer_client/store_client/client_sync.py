@@ -91,9 +91,9 @@ class StoreClientSync:
         return self._connection.epoch
 
     def close(self) -> None:
-        """End the session, and with it all readers that are still open.
+        """End all sessions, and with them all readers and writers that are still open. A repeated call has no effect.
 
-        Writers have sessions of their own and stay open until they are closed.
+        What was put and not committed is discarded. Each later call raises ConfigError.
         """
         self._connection.close()
 

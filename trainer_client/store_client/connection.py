@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -156,6 +157,7 @@ class StoreSession:
         """
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
         self._channel = channel
+        self._is_closed = False
         registers = is_announced()
         self._session = Session(self._stub, client, registers_arena=registers, timeout_seconds=timeout_seconds)
         with contextlib.ExitStack() as after_error:
@@ -209,6 +211,8 @@ class StoreSession:
 
         Raise StoreTimeoutError if the deadline passes meanwhile.
         """
+        if self._is_closed:
+            return False
         try:
             self._session.wait_until_attached(call.left_seconds)
         except StoreTimeoutError:
@@ -230,7 +234,8 @@ class StoreSession:
         return True
 
     def close(self) -> None:
-        """End the session, and with it its leases and readers."""
+        """End the session, and with it its leases and readers; idempotent."""
+        self._is_closed = True
         if self._arena is not None:
             # The arena is closed before the session, because the store reuses memory that this process can write to
             # only after this process has unmapped it.
@@ -239,6 +244,7 @@ class StoreSession:
 
     def break_off(self) -> None:
         """Leave the session without closing it, so that the daemon treats the connection as lost, as after a kill."""
+        self._is_closed = True
         if self._arena is not None:
             self._arena.close()
         self._session.break_off()
@@ -285,6 +291,7 @@ class StoreSession:
     def _streams(self, call: Call) -> Streams:
         def check() -> None:
             call.check()
+            self._check_open()
             self._session.check()
 
         channel: Any = _CancellableChannel(self._channel, call)
@@ -315,7 +322,13 @@ class StoreSession:
         request = pb.WatchJobRequest(session_id=self.session_id, job=job)
         return call.track(self._invoke(self._stub.WatchJob, request))
 
+    def _check_open(self) -> None:
+        # A call on a closed channel would fail with ValueError, which grpc's interceptors hide in its result.
+        if self._is_closed:
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
+
     def _invoke(self, method: Any, request: Any, **options: Any) -> Any:
+        self._check_open()
         try:
             return method(request, **options)
         except ValueError as error:
@@ -329,7 +342,7 @@ class StoreSession:
 
 
 class Connection:
-    """A channel and one session on it, which is opened again when it has ended."""
+    """A channel and one session on it, which is opened again when it has ended, and further sessions of callers."""
 
     def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
         """Prepare a connection, which is made on first use. Raise ConfigError for a bad address or bad credentials."""
@@ -339,38 +352,55 @@ class Connection:
         self._channel = open_channel(address, credentials)
         self._lock = threading.Lock()
         self._session: StoreSession | None = None
+        # All sessions on the channel that may still be open, and the lock of this set and of `_closed`.
+        self._opened: weakref.WeakSet[StoreSession] = weakref.WeakSet()
         self._closed = False
+        self._closing = threading.Lock()
 
     def close(self) -> None:
-        """End the session and close the channel."""
-        with self._lock:
+        """End all sessions and close the channel; idempotent."""
+        with self._closing:
             self._closed = True
-            if self._session is not None:
-                self._session.close()
+            opened = list(self._opened)
+        for session in opened:
+            session.close()
         # gRPC waits without end for a call that a signal handler's exception has interrupted while it was begun.
         closing = threading.Thread(target=self._channel.close, name="close a channel", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
     def new_session(self, call: Call | None = None, *, maps_memory: bool = True) -> StoreSession:
-        """Open a further session, which the caller has to close.
+        """Open a further session, which the caller closes, unless `close` comes first.
 
         Args:
             call: its deadline limits how long the daemon may take to answer; None: only the default does.
             maps_memory: False: the session does not map the arena even if it could.
 
         Raises:
+            ConfigError: the connection was closed.
             StoreError: the daemon refuses the session or does not answer in time.
         """
-        if self._closed:
-            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
+        self._check_open()
         seconds = CONTROL_DEADLINE_SECONDS if call is None else min(CONTROL_DEADLINE_SECONDS, call.left_seconds)
-        return StoreSession(
+        session = StoreSession(
             self._channel,
             self._client,
             prefer_streams=self._prefer_streams or not maps_memory,
             timeout_seconds=seconds,
         )
+        with self._closing:
+            if not self._closed:
+                self._opened.add(session)
+                return session
+        session.close()
+        raise self._was_closed()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._was_closed()
+
+    def _was_closed(self) -> ConfigError:
+        return ConfigError(f"the client of {self.address} was closed; connect another")
 
     def admin_call(self, method: str, request: Any, call: Call) -> Any:
         """Make a call of StoreAdmin and return its response. It can raise StoreError."""
@@ -383,7 +413,13 @@ class Connection:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
 
     def session(self, call: Call) -> StoreSession:
-        """Return the session; open it again if it has ended. It can raise StoreError."""
+        """Return the session; open it again if it has ended.
+
+        Raises:
+            ConfigError: the connection was closed.
+            StoreError: the daemon refuses the session or does not answer in time.
+        """
+        self._check_open()
         session = self._session
         if session is not None and session.goes_on(call):
             return session
