@@ -163,6 +163,8 @@ class Gradients:
         self._kept: dict[Parkable, None] = {}
         self._kept_bytes = 0
         self._spilling: set[Parkable] = set()
+        # The regions that are being written for some of these.
+        self._writing: dict[Parkable, Region] = {}
         # The gradients that have a region on the durable tier.
         self._spilled: set[Parkable] = set()
         # The activations that are not freed.
@@ -192,7 +194,7 @@ class Gradients:
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes of the durable tier that hold spilled gradients, without activations."""
+        """The bytes of the durable tier for spilled gradients and for spills under way, without activations."""
         return self._region_bytes(Gradient)
 
     def activation_bytes(self, job: str | None = None) -> int:
@@ -210,12 +212,12 @@ class Gradients:
 
     @property
     def spilled_activation_bytes(self) -> int:
-        """The bytes of the durable tier that hold spilled activations."""
+        """The bytes of the durable tier for spilled activations and for spills under way."""
         return self._region_bytes(Activation)
 
     def _region_bytes(self, kind: type[Parkable]) -> int:
-        spilled = (memory.region for memory in self._spilled if isinstance(memory, kind))
-        return sum(region.nbytes for region in spilled if region is not None)
+        regions = [(memory, memory.region) for memory in self._spilled] + list(self._writing.items())
+        return sum(region.nbytes for memory, region in regions if region is not None and isinstance(memory, kind))
 
     async def allocate(self, job: str, key: SlabKey, group: Group, step: int) -> Gradient:
         """Wait for room in the arena, and return a gradient without values that a client may write to.
@@ -502,6 +504,7 @@ class Gradients:
         assert memory.arena_range is not None
         try:
             async with self._backing.new_version(self._backing.durable.name, memory.nbytes, memory.label) as region:
+                self._writing[memory] = region
                 view = self._host.view(memory.arena_range)
                 await self._backing.durable.write_from(region, 0, view, Priority.UPDATE)
                 memory.region = region
@@ -511,6 +514,7 @@ class Gradients:
         except StorageError as error:
             self._fail(memory, error)
         finally:
+            self._writing.pop(memory, None)
             self._spilling.discard(memory)
             memory._spilling = None
             self._end_spill(memory)

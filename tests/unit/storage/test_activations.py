@@ -10,7 +10,7 @@ import pytest
 from storage.engine import Engine
 from storage.errors import DamagedBlockError
 from storage.gradients import Activation
-from tests.unit.storage.builders import MIB, TILED, Layout, Training, flip, on_nvme, opened
+from tests.unit.storage.builders import MIB, TILED, Layout, Training, flip, held, on_nvme, opened
 
 # Its gradients and units take 4 MiB of the host budget, and the optimizer's buffers some more.
 LAYOUT = Layout(name="kept", numels=TILED, groups=("a", "b", "c"))
@@ -70,6 +70,32 @@ async def test_without_room_on_nvme_activations_are_admitted_to_half_of_the_spar
             engine.gradients.free(activation)
         await training.hand_over()
         await training.commit(1)
+
+
+async def test_a_spill_under_way_takes_no_more_of_the_budget_than_one_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client asks for the memory of its next activations while a slow device takes the first ones."""
+    async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        kept = []
+        for value in range(32):
+            assert engine.admit_activation(training.job, MIB, parks=False) is not None
+            kept.append(await written(engine, value, MIB))
+        await engine.gradients.close()
+        need = engine.nvme.used_bytes + engine._job_registry.admission._need(engine.nvme)
+        engine.nvme.budget_bytes = need + MIB
+        first = next(activation for activation in kept if activation.arena_range is not None)
+        with held(monkeypatch, "write_exact"):
+            engine.gradients.relieve_jobs({"kept"})
+            while not engine.nvme.new_regions:
+                await asyncio.sleep(0)
+            spilled = engine.gradients.spilled_activation_bytes
+            assert engine.admit_activation(training.job, MIB, parks=False) is not None
+        await engine.gradients.close()
+        assert first.arena_range is None and engine.gradients.spilled_activation_bytes == spilled
+        for activation in kept:
+            engine.gradients.free(activation)
 
 
 async def test_an_activation_that_leaves_a_step_no_room_is_refused(tmp_path: Path) -> None:
