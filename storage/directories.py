@@ -166,7 +166,7 @@ async def _find_files(
     places: dict[int, tuple[Path, _Lock | None]] = {}
     seen: set[Path] = set()
     for directory in directories:
-        syscalls.make_directory(directory)
+        syscalls.make_directory(directory, "--nvme-dir")
         if directory.resolve() in seen:
             raise ConflictError(f"nvme_dirs names {directory} twice; each directory counts once")
         seen.add(directory.resolve())

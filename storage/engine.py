@@ -181,7 +181,7 @@ class Engine:
             DiskFullError: the machine has too little shared memory, or the disk is full.
             DataLossError: the files are damaged.
         """
-        syscalls.make_directory(config.state_dir)
+        syscalls.make_directory(config.state_dir, "--state-dir")
         async with AsyncExitStack() as undo:
             lock_fd = syscalls.lock_file(config.state_dir / LOCK)
             undo.callback(os.close, lock_fd)

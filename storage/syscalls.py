@@ -333,18 +333,17 @@ def _left_in_cgroups() -> Iterator[int]:
             yield max(0, int(limit) - used + int(stat["active_file"]) + int(stat["inactive_file"]))
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, option: str) -> None:
     """Create a directory and its parents, with access for this user only, unless it exists.
 
     Raises:
-        DeviceError: it cannot be created.
+        DeviceError: it cannot be created. The message names the daemon's option that gives the path.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise DeviceError(
-            f"cannot make state directory {path}: {error.strerror}; "
-            "choose another --state-dir, or let this user write there"
+            f"cannot make directory {path}: {error.strerror}; choose another {option}, or let this user write there"
         ) from error
 
 

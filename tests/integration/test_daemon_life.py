@@ -158,7 +158,7 @@ def test_a_state_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path
     (tmp_path / "file").write_text("")
     ended = run_serve("--state-dir", str(tmp_path / "file" / "state"))
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"cannot make state directory {tmp_path}/file/state: Not a directory" in ended.stderr
+    assert f"cannot make directory {tmp_path}/file/state: Not a directory; choose another --state-dir" in ended.stderr
     assert "choose another --state-dir" in ended.stderr
 
 

@@ -101,6 +101,12 @@ async def test_the_directory_of_another_store_is_refused(tmp_path: Path) -> None
         await Engine.open(engine_config(tmp_path / "one", **config(tmp_path, "a", "a")))
 
 
+async def test_a_data_directory_that_cannot_be_made_is_named_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeviceError, match=rf"cannot make directory {tmp_path}/file/a: .*choose another --nvme-dir"):
+        await Engine.open(engine_config(tmp_path / "state", **config(tmp_path, "file/a")))
+
+
 async def test_two_stores_never_have_a_data_directory_at_once(tmp_path: Path) -> None:
     async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
         await Training(engine, LAYOUT).begin()
