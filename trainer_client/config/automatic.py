@@ -21,7 +21,16 @@ from trainer_client.standing import Refused, WithoutEffect
 AUTO = "auto"
 
 # The keys that have "auto" among their values, so that no rule replaces it.
-_WORDS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
+_WORDS = (
+    "paramserver.device",
+    "paramserver.resume",
+    "paramserver.tiling",
+    "paramserver.tiling.largest_tile",
+    "paramserver.activations.recompute",
+    "paramserver.gather",
+    "paramserver.pin_arena",
+    "paramserver.gradient_reduction",
+)
 # The section whose keys are resolved by another rule, because a schedule takes its rates from the optimizer.
 _SCHEDULER = "scheduler"
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainer_client.config.keys import leaves
 from trainer_client.config.loading import load_config
 from trainer_client.config.log_lines import describe_automatic
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -121,3 +123,21 @@ def test_the_log_says_what_each_became_but_for_keys_without_effect() -> None:
 def test_a_value_that_the_library_cannot_know_must_be_written(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(raw, {})
+
+
+def has_auto(annotation: Any) -> bool:
+    """Return whether "auto" is one of the values that a type allows by name."""
+    return annotation == "auto" or any(map(has_auto, get_args(annotation)))
+
+
+def test_auto_stays_where_it_is_one_of_the_values_of_the_key() -> None:
+    fields = {path: way[-1] for path, way in leaves(TrainingConfig)}
+    words = [path for path, field in fields.items() if field.default == "auto" or has_auto(field.annotation)]
+
+    assert {"paramserver.device", "paramserver.pin_arena", "paramserver.tiling.largest_tile"} <= set(words)
+    for path in words:
+        raw: Any = "auto"
+        for key in reversed(path.split(".")):
+            raw = {key: raw}
+        assert load_config(raw, {}).value_at(path) == "auto", path
+    assert load_config({"paramserver": {"tiling": "auto"}}, {}).paramserver.tiling.largest_tile == "auto"
