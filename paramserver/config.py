@@ -23,6 +23,7 @@ from paramserver.contract.address import (
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
 from paramserver.contract.sockets import check_path
+from paramserver.contract.token_files import token_in
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
 
@@ -83,9 +84,8 @@ class RemoteSection(BaseModel):
         """Return the token in `token_file`; None if none is configured. It raises OSError and ValueError."""
         if self.token_file is None:
             return None
-        token = self.token_file.read_text().strip()
-        # The error does not show what the file holds, because an operator may have named a key by mistake.
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
+        token = token_in(self.token_file.read_bytes())
+        if token is None:
             raise ValueError(
                 f"remote.token_file {self.token_file} must hold one token, as `paramserver tokens add --borrow` "
                 "prints it"

@@ -19,6 +19,7 @@ from paramserver.contract.address import ADDRESS_VARIABLE, is_loopback, is_socke
 from paramserver.contract.channel import TlsFiles, channel_to
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
+from paramserver.contract.token_files import token_in
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 DEADLINE_SECONDS = 10.0
@@ -67,7 +68,7 @@ class Credentials:
             typer.Exit: the address or a file cannot be used, or the token would cross the network unencrypted. This
                 method has printed the reason.
         """
-        token = None if self.token_file is None else _read(self.token_file).decode(errors="replace").strip()
+        token = None if self.token_file is None else _read_token(self.token_file)
         local = is_socket(address)
         tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
         if tls and len(tls) < 3:
@@ -151,6 +152,13 @@ def confirm(question: str, *, yes: bool) -> None:
             typer.echo("\nparamserver-admin: nothing was done; without a terminal, agree with --yes", err=True)
             raise typer.Exit(ExitCode.FAILED) from None
         raise
+
+
+def _read_token(path: Path) -> str:
+    token = token_in(_read(path))
+    if token is None:
+        fail(f"token file {path} must hold one token, as `paramserver tokens add` prints it")
+    return token
 
 
 def _read(path: Path) -> bytes:

@@ -15,6 +15,7 @@ import grpc
 from paramserver.contract.address import is_loopback, is_socket
 from paramserver.contract.bearer import TraceParent
 from paramserver.contract.channel import Options, TlsFiles, channel_to
+from paramserver.contract.token_files import token_in
 from trainer_client.errors import ConfigError, StoreUnavailableError
 
 TOKEN_FILE_VARIABLE = "PARAMSERVER_TOKEN_FILE"
@@ -76,13 +77,14 @@ class Credentials:
             ConfigError: the file cannot be read, or it or `token` holds no token.
         """
         if self.token_file is not None:
-            token, holder = _read(self.token_file).decode(errors="replace").strip(), f"token file {self.token_file}"
+            given, holder = _read(self.token_file), f"token file {self.token_file}"
         elif self.token is not None:
-            token, holder = self.token, "Credentials(token=...)"
+            given, holder = self.token.encode(errors="replace"), "Credentials(token=...)"
         else:
             return None
+        token = token_in(given)
         # The error does not show what was given, because the user may have given a key or a password by mistake.
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
+        if token is None or (self.token_file is None and token != self.token):
             raise ConfigError(f"{holder} must hold one token and nothing else, as `paramserver tokens add` prints it")
         return token
 
