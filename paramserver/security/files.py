@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -11,11 +12,21 @@ Fingerprint = tuple[int, int, int]
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Write a file so that readers see the old or the new contents, never a part. It can raise OSError."""
+    """Write a file so that readers see the old or the new contents, never a part.
+
+    A new file gets `mode`. A file that is there keeps its owner, its group and its mode, because the daemon that reads
+    it may run as another user than the operator who changes it.
+
+    Raises:
+        OSError: the file cannot be written, or this user may not give it the owner and the group that it had.
+    """
+    former = _status(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
+            if former is not None:
+                _keep_owner(descriptor, former, path)
+            os.fchmod(descriptor, mode if former is None else stat.S_IMODE(former.st_mode))
             file.write(content)
             file.flush()
             os.fsync(descriptor)
@@ -25,10 +36,26 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
         raise
 
 
+def _keep_owner(descriptor: int, former: os.stat_result, path: Path) -> None:
+    made = os.fstat(descriptor)
+    if (made.st_uid, made.st_gid) == (former.st_uid, former.st_gid):
+        return
+    try:
+        os.fchown(descriptor, former.st_uid, former.st_gid)
+    except OSError as error:
+        owner = f"user {former.st_uid} and group {former.st_gid}"
+        text = f"the new contents cannot belong to {owner} as the old ones do; change the file as that user or as root"
+        raise OSError(error.errno, text, str(path)) from error
+
+
 def fingerprint(path: Path) -> Fingerprint | None:
     """Return a value that changes when the file does, or None if the file cannot be examined."""
+    status = _status(path)
+    return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _status(path: Path) -> os.stat_result | None:
     try:
-        status = path.stat()
+        return path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,7 +1,8 @@
 """What the tests of docs/runbooks.md need: machines on which an operator's commands are run, and a training job.
 
 The commands are those of the page, run by bash, with other paths, addresses and sizes. `systemctl` is a stand-in,
-because tests have no systemd: it starts and stops what the unit in deploy/systemd says.
+because tests have no systemd: it starts and stops what the unit in deploy/systemd says. `chown` and `runuser` are
+stand-ins, because there is no user of that name here.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class Machine:
         self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()
         self._command("systemctl", _SYSTEMCTL.format(python=sys.executable, path=str(self._place)))
+        self._command("chown", "#!/bin/sh\n")
+        self._command("runuser", '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
 
     def mount_small_disk(self) -> bool:
         """Mount a small file system below the state directory; return whether that is allowed here."""
