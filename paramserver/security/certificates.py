@@ -28,6 +28,8 @@ CLOCK_SKEW = datetime.timedelta(minutes=5)
 # The names that a client can have. They are restricted, because a client's name becomes a file name.
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("ca", "server")
+# The end of the name of a private key's file, without the suffix.
+_KEY = "-key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,11 @@ def make_certificates(directory: Path, hosts: Sequence[str], clients: Sequence[s
         OSError: a file cannot be written.
     """
     for client in clients:
-        if not _CLIENT_NAME.fullmatch(client) or client in _TAKEN:
+        # The certificate of a client named "ca-key" would replace the key of the authority.
+        if not _CLIENT_NAME.fullmatch(client) or client in _TAKEN or client.endswith(_KEY):
             raise ConfigError(
                 f"client name {client!r}: write letters, digits, '.', '_' and '-', 64 at most, and not "
-                f"{' or '.join(_TAKEN)}"
+                f"{' or '.join(_TAKEN)}, nor {_KEY} at the end"
             )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     written: list[Path] = []
@@ -166,7 +169,7 @@ def _write(directory: Path, name: str, pair: Pair) -> list[Path]:
 
     A daemon that reads both files in between finds a pair that does not match, and keeps the pair that it has.
     """
-    key_path, certificate_path = directory / f"{name}-key.pem", directory / f"{name}.pem"
+    key_path, certificate_path = directory / f"{name}{_KEY}.pem", directory / f"{name}.pem"
     key = pair.key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

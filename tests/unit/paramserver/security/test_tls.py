@@ -73,7 +73,9 @@ def test_a_key_of_another_authority_is_refused(tmp_path: Path) -> None:
         make_certificates(tmp_path / "one", ["localhost"], ["a"], 1)
 
 
-@pytest.mark.parametrize("client", ["", "../x", "a/b", "ca", "server", ".hidden", "x" * 65])
+@pytest.mark.parametrize(
+    "client", ["", "../x", "a/b", "ca", "server", "ca-key", "server-key", "a-key", ".hidden", "x" * 65]
+)
 def test_client_names_that_are_no_file_names_are_refused(tmp_path: Path, client: str) -> None:
     with pytest.raises(ConfigError, match="client name"):
         make_certificates(tmp_path / "tls", ["localhost"], [client], 1)
