@@ -7,10 +7,9 @@ standard error, and the exit status tells of the failure.
 
 from __future__ import annotations
 
-import contextvars
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -127,29 +126,35 @@ def answer(option: str | None, question: Question[ResultT]) -> tuple[int, Render
 
 
 def ask(addresses: Sequence[str], call: Callable[[Any, str], ResultT]) -> Sequence[Answer[ResultT]]:
-    """Ask all daemons at the same time, and return their answers in the order of the addresses."""
+    """Ask all daemons at the same time, and return their answers in the order of the addresses.
+
+    No daemon is asked if an address or a file of the credentials cannot be used, which ends the program.
+    """
     channels: dict[str, grpc.Channel] = {}
+    unreachable: dict[str, str] = {}
 
     def ask_one(address: str) -> Answer[ResultT]:
+        if address in unreachable:
+            return Answer(address=address, error=unreachable[address])
         try:
-            channels[address] = channel_for(address)
             return Answer(address=address, result=call(StoreAdminStub(channels[address]), address))
-        except UnreachableError as error:
-            return Answer(address=address, error=str(error))
         except grpc.RpcError as error:
             return Answer(address=address, error=explained(error, address))
 
     with ThreadPoolExecutor(min(MOST_AT_ONCE, len(addresses)), "node") as threads:
-        asked: list[Future[Answer[ResultT]]] = []
         try:
             for address in addresses:
-                asked.append(threads.submit(contextvars.copy_context().run, ask_one, address))
-            return [one.result() for one in asked]
+                try:
+                    channels[address] = channel_for(address)
+                except UnreachableError as error:
+                    unreachable[address] = str(error)
+            return [one.result() for one in [threads.submit(ask_one, address) for address in addresses]]
         except KeyboardInterrupt:
-            # The threads wait for their calls, which end when the channels are closed.
+            # The threads wait for their calls, which end when the channels are closed. A call that has not begun by
+            # then fails, so the daemons that were not asked yet stay as they are.
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         finally:
-            for channel in list(channels.values()):
+            for channel in channels.values():
                 channel.close()
 
 

@@ -451,6 +451,20 @@ def test_several_daemons_are_shown_each_and_summed_and_one_that_does_not_answer_
         assert second.stop() == 0
 
 
+def test_an_address_that_cannot_be_used_is_told_before_any_daemon_is_asked(
+    daemon: Daemon, clients: Clients, job: str
+) -> None:
+    clients.rank(Layout(name=job, numels=(16,), groups=("a",))).begin().close()
+    addresses = f"{daemon.address},unix:relative,unix:also"
+
+    wrong = CliRunner().invoke(app, ["delete-job", job, "--yes", "--address", addresses])
+
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    (line,) = wrong.stderr.splitlines()
+    assert line.startswith("paramserver-admin: address unix:relative: write the absolute path")
+    assert [described["name"] for described in admin_json(daemon.address, "jobs")["jobs"]] == [job]
+
+
 def test_the_shell_completes_verbs_and_names_of_jobs(daemon: Daemon, clients: Clients, job: str) -> None:
     for name in (job, f"{job};reboot"):
         clients.rank(Layout(name=name, numels=(16,), groups=("a",))).open()
