@@ -516,11 +516,13 @@ function show(document_) {
   keep($("steps"), timed, (job) => job.name, makeStep, updateStep);
 
   setText($("span"), samples.window > 60 ? `${samples.window / 60} minutes` : "minute");
-  keep($("traffic"), figures(document_), (figure) => figure.key, makeFigure, updateFigure);
+  // The events and the devices of another daemon have the same numbers, and what is shown of them is not updated.
+  const ofDaemon = (key) => `${document_.epoch} ${key}`;
+  keep($("traffic"), figures(document_), (figure) => ofDaemon(figure.key), makeFigure, updateFigure);
   keep($("stalls").tBodies[0], stalls(document_), (stall) => stall.name, makeStall, updateStall);
   $("no-events").hidden = document_.events.length > 0;
   $("events").hidden = document_.events.length === 0;
-  keep($("events").tBodies[0], document_.events, (event) => event.number, makeEvent, () => {});
+  keep($("events").tBodies[0], document_.events, (event) => ofDaemon(event.number), makeEvent, () => {});
   return problems;
 }
 

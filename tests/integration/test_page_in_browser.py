@@ -205,6 +205,21 @@ def test_it_says_since_when_the_daemon_is_away_and_goes_on_when_it_is_back(brows
         assert daemon.stop() == 0
 
 
+def test_the_events_of_a_restarted_daemon_replace_those_of_the_former_one(browser: Browser, tmp_path: Path) -> None:
+    """The numbers of the events begin anew with each daemon."""
+    address = f"127.0.0.1:{free_port()}"
+    times = "return [...document.querySelectorAll('#events time')].map((time) => time.getAttribute('datetime'))"
+    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
+        browser.open(f"http://{address}/")
+        browser.wait_for(LIVE)
+        former, epoch = browser.run(times), browser.run("return samples.epoch")
+        assert daemon.stop() == 0
+    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
+        browser.wait_for(f"return samples.epoch !== null && samples.epoch !== '{epoch}'")
+        assert former and not set(former) & set(browser.run(times))
+        assert daemon.stop() == 0
+
+
 def test_it_asks_for_a_token_and_says_why_one_is_refused(browser: Browser, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     tokens = tmp_path / "tokens.toml"
