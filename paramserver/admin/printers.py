@@ -6,16 +6,18 @@ to rich, because rich would interpret markup and emoji codes in it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -47,6 +49,20 @@ def console() -> Console:
         sys.stdout.reconfigure(errors="backslashreplace")
     out = Console()
     return out if out.is_terminal else Console(width=200)
+
+
+@contextlib.contextmanager
+def readings() -> Iterator[Callable[[RenderableType], None]]:
+    """Yield a function that shows a reading in place of the one before, and prints each one if that is impossible.
+
+    It is impossible in a file, in a pipe, and on a terminal that cannot move its cursor.
+    """
+    out = console()
+    if not out.is_terminal or out.is_dumb_terminal:
+        yield out.print
+        return
+    with Live(console=out, auto_refresh=False) as live:
+        yield lambda shown: live.update(shown, refresh=True)
 
 
 def new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:

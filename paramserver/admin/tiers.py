@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.live import Live
 
 from paramserver.admin import printers, tables, totals
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
@@ -38,6 +37,6 @@ def _watch(address: str, interval_seconds: float, as_json: bool) -> None:
                 # The output is flushed, so that a program that reads from a pipe gets each reading at once.
                 print(printers.to_json(response), flush=True)
             return
-        with Live(console=printers.console(), auto_refresh=False) as live:
+        with printers.readings() as show:
             for response in readings:
-                live.update(tables.tiers_table(response), refresh=True)
+                show(tables.tiers_table(response))

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 
 from paramserver.admin import printers, tables, totals
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, interruptible
@@ -46,9 +45,9 @@ def top(
             while True:
                 print(json.dumps(answer(address, question)[2]), flush=True)
                 time.sleep(interval)
-        with Live(console=printers.console(), auto_refresh=False) as live:
+        with printers.readings() as show:
             while True:
-                live.update(answer(address, question)[1], refresh=True)
+                show(answer(address, question)[1])
                 time.sleep(interval)
 
 
