@@ -116,14 +116,26 @@ def connected_channel(address: str) -> Iterator[grpc.Channel]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the program with ExitCode.INTERRUPTED at Ctrl-C, or if the program that reads the output has ended."""
+    """End the program with ExitCode.INTERRUPTED at Ctrl-C, or if the program that reads the output has ended.
+
+    It ends with ExitCode.FAILED if the output cannot be written, for example to a full disk.
+    """
     try:
         yield
     except (BrokenPipeError, KeyboardInterrupt):
-        # The program that reads the output may have ended (`| head`). From here on the output goes to /dev/null, so
-        # that the flush at the interpreter's end cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The program that reads the output may have ended (`| head`).
+        _drop_output()
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except OSError as error:
+        # Calls of a daemon raise grpc.RpcError, so this is an error of the output.
+        _drop_output()
+        typer.echo(f"paramserver-admin: the output cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+
+
+def _drop_output() -> None:
+    """Send the standard output to /dev/null from here on, so that the flush at the interpreter's end cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def channel_for(address: str) -> grpc.Channel:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +173,6 @@ def _of_copy(result: Any) -> str:
 def _print(result: Any, text: str, *, as_json: bool) -> None:
     with interruptible():
         if as_json:
-            print(json.dumps(dataclasses.asdict(result)))
+            printers.print_json(dataclasses.asdict(result))
         else:
             printers.console().print(printers.text(text))

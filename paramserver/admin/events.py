@@ -41,6 +41,6 @@ def _follow(address: str, request: admin_pb.ListEventsRequest, as_json: bool) ->
         for response in store.WatchEvents(request):
             for event in response.events:
                 if as_json:
-                    print(printers.to_json(event), flush=True)
+                    printers.print_json(printers.values_of(event))
                 else:
                     out.print(tables.event_line(event), soft_wrap=True)

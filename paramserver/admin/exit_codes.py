@@ -12,7 +12,8 @@ class ExitCode(enum.IntEnum):
     """The verb did what it says."""
 
     FAILED = 1
-    """The daemon refused the call or could not do it, no daemon answered, or the question was answered with no."""
+    """The daemon refused the call or could not do it, no daemon answered, or the question was answered with no; or the
+    output could not be written."""
 
     USAGE = 2
     """The command line is wrong, or a file that it names cannot be used."""

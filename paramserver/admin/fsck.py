@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -51,13 +50,14 @@ def fsck(
     except StorageError as error:
         typer.echo(f"paramserver-admin: {printable(error)}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        print(json.dumps({"state_dir": str(state_dir.absolute()), **asdict(check)}))
-    else:
-        what = f"{check.jobs} jobs, {check.kept_steps} kept steps, {check.versions} versions, "
-        out = printers.console()
-        for problem in check.problems:
-            out.print(printers.text(problem, "red"))
-        verdict = f"{len(check.problems)} problems" if check.problems else "no damage"
-        out.print(printers.text(f"{what}{decimal(check.verified_bytes)} verified: {verdict}"))
+    with interruptible():
+        if as_json:
+            printers.print_json({"state_dir": str(state_dir.absolute()), **asdict(check)})
+        else:
+            what = f"{check.jobs} jobs, {check.kept_steps} kept steps, {check.versions} versions, "
+            out = printers.console()
+            for problem in check.problems:
+                out.print(printers.text(problem, "red"))
+            verdict = f"{len(check.problems)} problems" if check.problems else "no damage"
+            out.print(printers.text(f"{what}{decimal(check.verified_bytes)} verified: {verdict}"))
     raise typer.Exit(ExitCode.BAD_STATE if check.problems else ExitCode.DONE)

@@ -7,7 +7,6 @@ standard error, and the exit status tells of the failure.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ def run(option: str | None, question: Question[ResultT], *, as_json: bool) -> No
     code, shown, values = answer(option, question)
     with interruptible():
         if as_json:
-            print(json.dumps(values))
+            printers.print_json(values)
         else:
             printers.console().print(shown)
     raise typer.Exit(code)

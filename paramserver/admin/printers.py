@@ -26,6 +26,15 @@ from paramserver.contract.printable import printable
 _LONG = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
+def print_json(values: Any) -> None:
+    """Print values as one line of JSON.
+
+    The line is flushed, so that a program that reads from a pipe gets it at once, and an output that is closed or full
+    is an error here and not at the end of the interpreter.
+    """
+    print(json.dumps(values), flush=True)
+
+
 def to_json(message: Message) -> str:
     """Return a message as one line of JSON; see `values_of`."""
     return json.dumps(values_of(message))
@@ -47,8 +56,8 @@ def console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A client's name may contain characters that the terminal's encoding lacks; these are printed escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
-    out = Console()
-    return out if out.is_terminal else Console(width=200)
+    out = _Output()
+    return out if out.is_terminal else _Output(width=200)
 
 
 @contextlib.contextmanager
@@ -63,6 +72,13 @@ def readings() -> Iterator[Callable[[RenderableType], None]]:
         return
     with Live(console=out, auto_refresh=False) as live:
         yield lambda shown: live.update(shown, refresh=True)
+
+
+class _Output(Console):
+    """A console that leaves it to `interruptible` what happens if the program that reads the output has ended."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:

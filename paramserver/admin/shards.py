@@ -59,7 +59,7 @@ def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
         for shard in page:
             print(separator, printers.to_json(shard), sep="", end="")
             separator = ", "
-    print('], "next_page_token": ""}')
+    print('], "next_page_token": ""}', flush=True)
 
 
 def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit: int) -> None:
@@ -71,4 +71,5 @@ def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit:
     shown = list(itertools.islice(rows, limit or None))
     printers.console().print(tables.shards_table(job, shown))
     if next(rows, None) is not None:
-        print(f"Only the first {limit} are shown: --limit 0 shows all, --prefix and --kind choose, --json has all.")
+        note = f"Only the first {limit} are shown: --limit 0 shows all, --prefix and --kind choose, --json has all."
+        print(note, flush=True)

@@ -34,8 +34,7 @@ def _watch(address: str, interval_seconds: float, as_json: bool) -> None:
         readings = store.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=interval_seconds))
         if as_json:
             for response in readings:
-                # The output is flushed, so that a program that reads from a pipe gets each reading at once.
-                print(printers.to_json(response), flush=True)
+                printers.print_json(printers.values_of(response))
             return
         with printers.readings() as show:
             for response in readings:

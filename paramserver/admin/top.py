@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ def top(
     with interruptible():
         if as_json:
             while True:
-                print(json.dumps(answer(address, question)[2]), flush=True)
+                printers.print_json(answer(address, question)[2])
                 time.sleep(interval)
         with printers.readings() as show:
             while True:

@@ -1,4 +1,4 @@
-"""The admin tool in a pipe and on a terminal that cannot move its cursor: what it prints, and its status."""
+"""The admin tool in a pipe and on a full disk: what it prints, and its status."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.forked import ROOT
+from tests.integration.support.store_client import Clients
+from tests.unit.storage.builders import Layout
 
 SECONDS = 60.0
 PROGRAM = "import sys; sys.argv[0] = 'paramserver-admin'; from paramserver.__main__ import admin; admin()"
@@ -32,6 +35,57 @@ def started(*arguments: str, shell: str = 'exec "$@"', **streams: Any) -> Iterat
             yield process
         finally:
             process.kill()
+
+
+def ended(*arguments: str, **streams: Any) -> tuple[int, str, str]:
+    """Run `paramserver-admin`, and return its exit status and its outputs; "" for one that is not a pipe."""
+    with started(*arguments, **streams) as process:
+        output, errors = process.communicate(timeout=SECONDS)
+    return process.returncode, output or "", errors
+
+
+def verbs(daemon: Daemon, clients: Clients, job: str) -> Sequence[Sequence[str]]:
+    """Return verbs of each form of output: a table, one JSON document, one that is printed in parts, and readings."""
+    clients.rank(Layout(name=job, numels=(16,), groups=("a",))).begin().close()
+    address = ("--address", daemon.address)
+    return (
+        ("tiers", *address),
+        ("tiers", "--json", *address),
+        ("health", *address),
+        ("shards", job, "--json", *address),
+        ("shards", job, "--limit", "1", *address),
+        ("top", *address),
+        ("top", "--json", *address),
+        ("tiers", "--watch", "0.1", *address),
+    )
+
+
+def test_a_reader_that_has_ended_ends_every_verb_with_130_and_no_word(
+    daemon: Daemon, clients: Clients, job: str
+) -> None:
+    for verb in verbs(daemon, clients, job):
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            assert ended(*verb, stdout=writing) == (130, "", ""), verb
+        finally:
+            os.close(writing)
+
+
+def test_a_full_disk_under_the_output_is_one_line_and_a_failure(daemon: Daemon, clients: Clients, job: str) -> None:
+    for verb in verbs(daemon, clients, job):
+        with Path("/dev/full").open("w") as full:
+            said = "paramserver-admin: the output cannot be written: No space left on device\n"
+            assert ended(*verb, stdout=full) == (1, "", said), verb
+
+
+def test_the_result_of_a_check_of_a_directory_has_the_same_statuses(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon:
+        assert daemon.stop() == 0
+    for arguments in ((), ("--json",)):
+        with Path("/dev/full").open("w") as full:
+            code, _, errors = ended("fsck", str(tmp_path / "state"), *arguments, stdout=full)
+        assert (code, errors.count("\n")) == (1, 1) and "cannot be written: No space left on device" in errors
 
 
 @pytest.mark.parametrize("verb", [("top", "--interval", "0.1"), ("tiers", "--watch", "0.1")])
