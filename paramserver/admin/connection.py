@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +90,14 @@ class Credentials:
 CREDENTIALS: ContextVar[Credentials] = ContextVar("credentials")
 
 
-@contextmanager
+@contextlib.contextmanager
 def connect(address: str) -> Iterator[StoreAdminStub]:
     """Yield a stub for the daemon at `address`. A failed call in the block prints one line and exits with status 1."""
     with connected_channel(address) as channel:
         yield StoreAdminStub(channel)
 
 
-@contextmanager
+@contextlib.contextmanager
 def connected_channel(address: str) -> Iterator[grpc.Channel]:
     """Yield a channel to the daemon at `address`. A failed call in the block ends the program, as with `connect`."""
     try:
@@ -114,7 +114,7 @@ def connected_channel(address: str) -> Iterator[grpc.Channel]:
         channel.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """End the program with ExitCode.INTERRUPTED at Ctrl-C, or if the program that reads the output has ended.
 
@@ -154,12 +154,20 @@ def explained(error: grpc.RpcError, address: str) -> str:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something is destroyed, unless `yes`. A no, or no answer at all, ends the program with FAILED."""
+    """Ask before something is destroyed, unless `yes`. A no, or no answer at all, ends the program with FAILED.
+
+    The question goes to the standard error, because the standard output may be a file or another program.
+    """
     if yes:
         return
     try:
-        typer.confirm(printable(question), abort=True)
-    except typer.Abort:
+        with contextlib.redirect_stdout(sys.stderr):
+            typer.confirm(printable(question), abort=True)
+    except typer.Abort as abort:
+        # At Ctrl-C typer raises the same error as for a no, in place of KeyboardInterrupt.
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            typer.echo("\nparamserver-admin: interrupted; nothing was done", err=True)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
         if not sys.stdin.isatty():
             typer.echo("\nparamserver-admin: nothing was done; without a terminal, agree with --yes", err=True)
             raise typer.Exit(ExitCode.FAILED) from None

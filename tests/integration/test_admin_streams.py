@@ -1,14 +1,15 @@
-"""The admin tool in a pipe and on a full disk: what it prints, and its status."""
+"""The admin tool in a pipe, on a full disk and at a question: what it prints, and its status."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,26 @@ def test_each_reading_is_printed_where_none_can_be_replaced(daemon: Daemon, verb
                 pass
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
+
+
+@pytest.mark.parametrize("verb", [("delete-job", "job"), ("drain",)])
+def test_a_question_is_not_in_the_output_and_ctrl_c_at_it_does_nothing(daemon: Daemon, verb: Sequence[str]) -> None:
+    ours, theirs = pty.openpty()
+    arguments = (*verb, "--json", "--address", daemon.address)
+    with started(*arguments, stdin=theirs, stdout=subprocess.PIPE) as process:
+        os.close(theirs)
+        assert process.stderr is not None
+        asked = ""
+        while not re.search(r"\[y/N\]: $", asked):
+            read = process.stderr.read(1)
+            assert read, f"no question, but {asked!r}"
+            asked += read
+        # Python's `input` loses a signal that comes while it writes the end of the question.
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        output, errors = process.communicate(timeout=SECONDS)
+    os.close(ours)
+    assert (process.returncode, output) == (130, "")
+    assert errors == "\nparamserver-admin: interrupted; nothing was done\n"

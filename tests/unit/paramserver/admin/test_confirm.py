@@ -12,4 +12,7 @@ from paramserver.admin.cli import app
 def test_without_a_terminal_a_question_names_the_option_that_agrees(answer: str) -> None:
     result = CliRunner().invoke(app, ["delete-job", "gpt2", "--address", "unix:/nowhere"], input=answer)
     assert result.exit_code == 1
-    assert result.stderr.strip() == "paramserver-admin: nothing was done; without a terminal, agree with --yes"
+    assert result.stdout == ""
+    question, *_, said = result.stderr.splitlines()
+    assert question.startswith("Delete job 'gpt2' with all its committed and kept steps? This cannot be undone. [y/N]:")
+    assert said == "paramserver-admin: nothing was done; without a terminal, agree with --yes"
