@@ -85,6 +85,8 @@ def main() -> None:
 def admin() -> None:
     """Run the command `paramserver-admin`."""
     use_own_packages()
+    open_standard_streams()
+    leave_deleted_directory()
     from paramserver.admin.cli import main as run  # noqa: PLC0415
 
     run()

@@ -1,4 +1,4 @@
-"""The admin tool in a pipe, on a full disk and at a question: what it prints, and its status."""
+"""The admin tool in a pipe, on a full disk, without streams and without a directory: what it prints, and its status."""
 
 from __future__ import annotations
 
@@ -128,3 +128,14 @@ def test_a_question_is_not_in_the_output_and_ctrl_c_at_it_does_nothing(daemon: D
     os.close(ours)
     assert (process.returncode, output) == (130, "")
     assert errors == "\nparamserver-admin: interrupted; nothing was done\n"
+
+
+def test_it_runs_without_streams_and_in_a_deleted_directory(daemon: Daemon, tmp_path: Path) -> None:
+    assert ended("tiers", "--address", daemon.address, shell='exec "$@" <&- >&-') == (0, "", "")
+    # `fsck` loads torch.
+    gone = f'mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && exec "$@"'
+    code, _, errors = ended("fsck", str(tmp_path / "none"), shell=gone)
+    assert (code, errors) == (
+        1,
+        f"paramserver-admin: {tmp_path}/none has no catalog.sqlite: it is not a state directory\n",
+    )
