@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
+from paramserver import __version__
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.address import ADDRESS_VARIABLE, is_loopback, is_socket
 from paramserver.contract.channel import TlsFiles, channel_to
@@ -150,6 +151,8 @@ def explained(error: grpc.RpcError, address: str) -> str:
     details = with_real_paths(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         details = f"no daemon answers at {address}; is it running, and is the address right? ({details})"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        details = f"the daemon at {address} does not know this call; upgrade it to {__version__}, which this tool has"
     return f"{error.code().name}: {details}"
 
 
