@@ -110,7 +110,7 @@ async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
         DeviceError: a directory cannot be used.
         DataLossError: the catalog is damaged.
     """
-    if not (state_dir / CATALOG).exists():
+    if not syscalls.exists(state_dir / CATALOG):
         raise NotFoundError(f"{state_dir} has no {CATALOG}: it is not a state directory")
     directories = [directory for directory in directories if not _is_same(directory, state_dir)]
     with ExitStack() as locks:

@@ -62,7 +62,7 @@ def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[Sta
         DataLossError: the catalog is damaged.
         DeviceError: a directory cannot be used.
     """
-    if not (state_dir / CATALOG).exists():
+    if not syscalls.exists(state_dir / CATALOG):
         raise NotFoundError(f"{state_dir} has no {CATALOG}: it is not a state directory")
     with ExitStack() as cleanup:
         cleanup.callback(os.close, syscalls.lock_file(state_dir / LOCK))
@@ -74,7 +74,7 @@ def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[Sta
         files: dict[int, tuple[Path, int]] = {}
         for number in sorted({extent.file for version in versions for extent in version.extents}):
             path = paths.get(number)
-            if path is None or not path.exists():
+            if path is None or not syscalls.exists(path):
                 check.problems.append(f"{path or f'data.{number}'} is missing, and holds committed bytes")
                 continue
             if path.parent.resolve() != state_dir.resolve():
@@ -129,7 +129,7 @@ def _find_files(catalog: Catalog, state_dir: Path, nvme_dirs: Sequence[Path]) ->
     for number, directory in catalog.files().items():
         paths[number] = (state_dir if directory == "." else Path(directory)) / f"data.{number}"
         for other in nvme_dirs:
-            if (other / f"data.{number}").exists():
+            if syscalls.exists(other / f"data.{number}"):
                 paths[number] = other / f"data.{number}"
     return paths
 

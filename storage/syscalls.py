@@ -545,6 +545,21 @@ def lock_file(path: Path) -> int:
     return fd
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is a file or a directory at `path`.
+
+    Raises:
+        DeviceError: this user may not look there.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _device_error("look at", path, error) from error
+    return True
+
+
 def inode_of(path: Path) -> int:
     """Return the inode number of a file. It survives a rename, and a copy of the file has another one.
 

@@ -27,3 +27,5 @@ async def test_it_says_what_it_did_or_why_it_could_not(tmp_path: Path) -> None:
     async with opened(tmp_path / "state", nvme_dirs=(data,)):
         pass
     assert await asyncio.to_thread(adopt, tmp_path / "state", data) == (0, f"{data}: now of {tmp_path}/state\n")
+    code, said = await asyncio.to_thread(adopt, tmp_path / ("x" * 300), data)
+    assert code == 1 and said.startswith("paramserver: cannot look at ") and "File name too long" in said

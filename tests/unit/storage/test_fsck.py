@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage import fsck
-from storage.errors import ConflictError, DataLossError, NotFoundError
+from storage.errors import ConflictError, DataLossError, DeviceError, NotFoundError
 from storage.fsck import StateCheck, check_state
 from storage.shard import DType, Kind
 from storage.tiers.extents import Extent
@@ -103,3 +103,9 @@ async def test_data_files_of_other_directories_are_found_where_they_were_moved(t
     assert any("is missing" in problem for problem in checked(tmp_path / "state").problems)
     result = checked(tmp_path / "state", tmp_path / "moved")
     assert (result.problems, result.verified_bytes) == ([], used)
+
+
+def test_a_place_at_which_this_user_may_not_look_is_named(tmp_path: Path) -> None:
+    # The kernel refuses this name, whichever user asks, as it refuses the directory of another user.
+    with pytest.raises(DeviceError, match=r"cannot look at .*/catalog.sqlite: File name too long"):
+        checked(tmp_path / ("x" * 300))
