@@ -268,6 +268,14 @@ class DaemonConfig(BaseModel):
     @model_validator(mode="after")
     def _check_addresses(self) -> DaemonConfig:
         check_path(self.arena_socket_path)
+        for key in ("listen", "metrics_listen", "health_listen"):
+            if (address := getattr(self, key)) is not None:
+                # gRPC listens at all addresses of the machine if the host is left out, and at port 443 if the port is.
+                all_hosts = key == "listen" and address.startswith(":")
+                try:
+                    host_and_port(f"[::]{address}" if all_hosts else address)
+                except ValueError as error:
+                    raise ValueError(f"{key}: {error}") from None
         if self.arena_file is not None and self.huge_pages:
             raise ValueError(
                 f"huge_pages: memory with a name (arena_file = {self.arena_file}) is in ordinary pages; leave out "
@@ -294,17 +302,13 @@ class DaemonConfig(BaseModel):
                 "nor authenticated; set tls_certificate, tls_key and tls_client_ca (`paramserver certs` makes them), "
                 "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
-        if self.health_listen is not None:
-            host_and_port(self.health_listen)
-        if self.metrics_listen is not None:
-            host_and_port(self.metrics_listen)
-            if missing and not self.insecure and not is_loopback(self.metrics_listen):
-                raise ValueError(
-                    f"metrics_listen: {self.metrics_listen} can be reached from other machines, and would show the "
-                    "names of jobs to all of them; set tls_certificate, tls_key and tls_client_ca (`paramserver "
-                    "certs` makes them), listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted "
-                    "network"
-                )
+        if self.metrics_listen is not None and missing and not self.insecure and not is_loopback(self.metrics_listen):
+            raise ValueError(
+                f"metrics_listen: {self.metrics_listen} can be reached from other machines, and would show the "
+                "names of jobs to all of them; set tls_certificate, tls_key and tls_client_ca (`paramserver "
+                "certs` makes them), listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted "
+                "network"
+            )
         return self
 
     @model_validator(mode="after")

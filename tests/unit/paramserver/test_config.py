@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_an_address_that_others_can_reach_must_be_asked_for(listen: str) -> None
     assert f"listen: {listen} can be reached from other machines" in str(caught.value)
     assert "--insecure" in str(caught.value)
     assert load_config(None, {"state_dir": "/d", "listen": listen, "insecure": True}).listen == listen
+
+
+@pytest.mark.parametrize("key", ["listen", "metrics_listen", "health_listen"])
+@pytest.mark.parametrize("address", ["7411", "node7", "0.0.0.0", "127.0.0.1", "[::1]", "node7:grpc", "node7:65536"])
+def test_an_address_without_a_port_is_refused_by_its_key(key: str, address: str) -> None:
+    """gRPC would listen at the port of HTTPS, 443."""
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: {address!r} is not HOST:PORT")):
+        load_config(None, {"state_dir": "/d", "insecure": True, key: address})
 
 
 TLS = {"tls_certificate": "/c", "tls_key": "/k", "tls_client_ca": "/a"}
