@@ -22,12 +22,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, or has a key twice.
+        ConfigError: the file cannot be read, is not JSON in UTF-8, or has a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {path} is not text in UTF-8: {error}") from error
     try:
         raw = json.loads(_plain_json(text), object_pairs_hook=_without_duplicates)
     except ValueError as error:

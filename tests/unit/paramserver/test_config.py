@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from paramserver.contract.sockets import MAX_NAME_BYTES
 from paramserver.errors import ConfigError
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -345,3 +349,23 @@ def test_a_socket_may_be_at_a_long_path_and_its_name_only_as_long_as_the_kernel_
 def test_every_key_says_what_it_is() -> None:
     documented = {name for name, field in DaemonConfig.model_fields.items() if field.description}
     assert set(DaemonConfig.model_fields) - documented == {"log_level", "log_format"}
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    path = tmp_path / "paramserver.toml"
+    path.write_text('state_dir = "/d"\nquotas = {job = [{pattern = "f\xfcr-*", sessions = 1}]}\n', encoding="utf-8")
+    program = (
+        "import pathlib, sys; from paramserver.config import load_config; "
+        "print(ascii(load_config(pathlib.Path(sys.argv[1]), {}).quotas.job[0].pattern))"
+    )
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.stdout, ended.stderr) == ("'f\\xfcr-*'\n", "")

@@ -54,3 +54,11 @@ def test_numbers_beyond_json_are_read(tmp_path: Path) -> None:
     path.write_text('{"steps_per_print": 1e999, "other": Infinity}')
 
     assert read_config_file(path) == {"steps_per_print": float("inf"), "other": float("inf")}
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes('{"paramserver": {"job": "Modell für alle"}}'.encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=rf"config {path} is not text in UTF-8: "):
+        read_config_file(path)

@@ -108,6 +108,16 @@ def test_options_that_cannot_be_honoured_are_named_with_a_remedy(arguments: list
     assert message in " ".join(result.stderr.split())
 
 
+def test_a_configuration_of_the_daemon_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "daemon.toml"
+    config.write_bytes('state_dir = "/data/f\xfcr alle"'.encode("latin-1"))
+
+    result = launch("--daemon-config", str(config), "--dry-run", SCRIPT)
+
+    assert result.exit_code == 2
+    assert f"--daemon-config {config} is not TOML: " in result.stderr
+
+
 def test_names_of_other_launchers_are_known_in_either_spelling() -> None:
     assert instead_of("--launcher_args") == instead_of("--launcher-args") is not None
     assert instead_of("--nproc") is None
