@@ -398,11 +398,15 @@ def load_config(
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
     values |= _of_environment(environment or {})
+    where = f" (file {path})" if path is not None else ""
+    # An empty path would be the working directory. It comes from a variable of a shell or a container that is not set.
+    if empty := [key for key, value in values.items() if value == "" or (isinstance(value, list) and "" in value)]:
+        text = "give it a value, or leave it out"
+        raise ConfigError("\n".join(f"bad configuration{where}: {key} = {values[key]!r}: {text}" for key in empty))
     values |= {key: value for key, value in flags.items() if value is not None}
     try:
         return DaemonConfig.model_validate(values)
     except ValidationError as error:
-        where = f" (file {path})" if path is not None else ""
         lines = [_explain(tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()]
         raise ConfigError("\n".join(f"bad configuration{where}: {line}" for line in lines)) from error
 

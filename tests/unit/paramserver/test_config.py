@@ -351,6 +351,23 @@ def test_every_key_says_what_it_is() -> None:
     assert set(DaemonConfig.model_fields) - documented == {"log_level", "log_format"}
 
 
+@pytest.mark.parametrize(
+    ("key", "variable", "text"),
+    [
+        ("nvme_dirs", "", "nvme_dirs = ['']: give it a value"),
+        ("nvme_dirs", "/a::/b", "nvme_dirs = ['/a', '', '/b']: give it a value"),
+        ("token_file", "", "token_file = '': give it a value"),
+        ("audit_log", "", "audit_log = '': give it a value"),
+    ],
+)
+def test_an_empty_value_is_not_the_working_directory(tmp_path: Path, key: str, variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"bad configuration: {text}")):
+        load_config(None, {"state_dir": "/d"}, {f"PARAMSERVER_SERVE_{key.upper()}": variable})
+    path = written(tmp_path, 'state_dir = ""\n')
+    with pytest.raises(ConfigError, match=re.escape(f"bad configuration (file {path}): state_dir = ''")):
+        load_config(path, {})
+
+
 def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     path = tmp_path / "paramserver.toml"
     path.write_text('state_dir = "/d"\nquotas = {job = [{pattern = "f\xfcr-*", sessions = 1}]}\n', encoding="utf-8")
