@@ -22,6 +22,7 @@ from paramserver.contract.address import (
 )
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
+from paramserver.contract.sizes import Size
 from paramserver.contract.sockets import check_path
 from paramserver.contract.token_files import token_in
 from paramserver.errors import ConfigError
@@ -50,7 +51,7 @@ class RemoteSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lenders: Annotated[tuple[str, ...], Field(max_length=_MAX_LENDERS)] = ()
-    budget: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    budget: Annotated[Size, Field(ge=1 << 20)] = ByteSize(1 << 30)
     use: Literal["faster", "always"] = "faster"
     timeout_seconds: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
     retry_seconds: Annotated[float, Field(ge=0.1, le=3600.0)] = 10.0
@@ -105,16 +106,16 @@ class DaemonConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     state_dir: Path = Field(description="directory for the catalog, the data file, the lock and the socket")
-    host_budget: ByteSize = Field(
+    host_budget: Size = Field(
         default=ByteSize(1 << 30), ge=1 << 20, description="bytes of shared memory behind the host tier, taken at start"
     )
-    nvme_budget: ByteSize = Field(
+    nvme_budget: Size = Field(
         default=ByteSize(64 << 30), ge=1 << 20, description="most bytes of the data files on the nvme tier"
     )
     nvme_dirs: tuple[Path, ...] = Field(
         default=(), description="directories of the data files, best one on each device; default: the state directory"
     )
-    scrub_bandwidth: ByteSize = Field(
+    scrub_bandwidth: Size = Field(
         default=ByteSize(16 << 20), ge=0, description="bytes per second that background verification may read; 0: none"
     )
     device_timeout_seconds: float = Field(
@@ -138,10 +139,10 @@ class DaemonConfig(BaseModel):
     quotas: QuotasSection = Field(
         default=QuotasSection(), description="limits of jobs, and of tokens over all their jobs"
     )
-    lend_budget: ByteSize = Field(
+    lend_budget: Size = Field(
         default=ByteSize(0), ge=0, description="most bytes of host_budget that other daemons may borrow; 0: none"
     )
-    lend_per_borrower: ByteSize | None = Field(
+    lend_per_borrower: Size | None = Field(
         default=None, ge=1 << 20, description="most bytes that one borrower may have of them; default: all"
     )
     remote: RemoteSection = Field(default=RemoteSection(), description="daemons whose host memory this one borrows")
@@ -174,7 +175,7 @@ class DaemonConfig(BaseModel):
         description="file with a line of JSON for each call that destroys something; default: audit.jsonl in the state "
         "directory",
     )
-    audit_log_bytes: ByteSize = Field(
+    audit_log_bytes: Size = Field(
         default=ByteSize(16 << 20), ge=64 << 10, description="most bytes of that file and its predecessor"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -242,12 +243,12 @@ class DaemonConfig(BaseModel):
         default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
     )
 
-    stream_budget: ByteSize = Field(
+    stream_budget: Size = Field(
         default=ByteSize(64 << 20),
         ge=_MIN_TRANSFER_BUDGET_BYTES,
         description="most bytes of chunks that are on their way to and from clients at once",
     )
-    stream_window: ByteSize = Field(
+    stream_window: Size = Field(
         default=ByteSize(8 << 20),
         ge=MAX_CHUNK_BYTES,
         description="most bytes that one writing client may have under way",

@@ -11,8 +11,9 @@ import fnmatch
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from paramserver.contract.sizes import Size
 from paramserver.security.principals import Principal, Role
 from storage.errors import BudgetExceededError
 
@@ -24,8 +25,8 @@ class Quota(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
-    nvme_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    host_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
+    nvme_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
     sessions: Annotated[int, Field(ge=1)] | None = None
     readers: Annotated[int, Field(ge=0)] | None = None
     weight: Annotated[float, Field(ge=0.001, le=1000.0)] = 1.0
@@ -59,8 +60,8 @@ class TokenQuota(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, Field(min_length=1)] = "*"
-    host_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
-    nvme_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    host_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
+    nvme_bytes: Annotated[Size, Field(ge=1 << 20)] | None = None
     jobs: Annotated[int, Field(ge=0)] | None = None
     sessions: Annotated[int, Field(ge=1)] | None = None
     readers: Annotated[int, Field(ge=0)] | None = None

@@ -22,6 +22,7 @@ from pydantic import (
 from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
 from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED, durable_every_steps, parse_durability
 from paramserver.contract.replica_names import replicated_job
+from paramserver.contract.sizes import Size
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
 from trainer_client.config.tiling import TilingSection
@@ -73,11 +74,11 @@ class ActivationsSection(Section):
         description="whether boundaries leave the device between forward and backward; null: as "
         "`activation_checkpointing.cpu_checkpointing` says",
     )
-    kept: ByteSize = Field(
+    kept: Size = Field(
         default=ByteSize(0),
         description="bytes of boundaries that stay on the device nevertheless, those that backward needs first",
     )
-    smallest: ByteSize = Field(default=ByteSize(1 << 20), description="boundaries with fewer bytes stay on the device")
+    smallest: Size = Field(default=ByteSize(1 << 20), description="boundaries with fewer bytes stay on the device")
     recompute: bool | Literal["auto"] = Field(
         default="auto",
         description="whether each second boundary is computed again instead of being moved; `auto`: if steps are "
@@ -170,7 +171,7 @@ class InferenceSection(Section):
         default=None, description="the committed step whose weights are used; null: the newest one"
     )
     # The value may differ between ranks, because nodes have different stores.
-    host_bytes: Annotated[ByteSize | None, Agreement.NONE] = Field(
+    host_bytes: Annotated[Size | None, Agreement.NONE] = Field(
         default=None,
         description="most bytes of the store's host memory that the weights in use may take; null: 13/16 of the budget "
         "of the job's own daemon, 3/4 of that of a running one",
@@ -190,7 +191,7 @@ class ReplicaSection(Section):
         description="how long a commit waits for the replicas with `durability` `replicated`, and the end of a run for "
         "those that are well",
     )
-    bandwidth: Annotated[ByteSize, Field(ge=1 << 20)] | None = Field(
+    bandwidth: Annotated[Size, Field(ge=1 << 20)] | None = Field(
         default=None,
         description="most bytes that a follower sends in a second, at least `1MiB`, so that replicas leave the network "
         "to training; each replica of each daemon has this limit of its own; null: no limit",
@@ -234,12 +235,8 @@ class ParamserverSection(Section):
         description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes; "
         "the next two are of this daemon, too; null: `nvme_path`, else `paramserver-state`",
     )
-    host_budget: Annotated[ByteSize, Agreement.NODE] = Field(
-        default=ByteSize(1 << 30), description='bytes, or `"512MiB"`'
-    )
-    nvme_budget: Annotated[ByteSize, Agreement.NODE] = Field(
-        default=ByteSize(64 << 30), description='bytes, or `"1TiB"`'
-    )
+    host_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(1 << 30), description='bytes, or `"512MiB"`')
+    nvme_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(64 << 30), description='bytes, or `"1TiB"`')
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="`never`: the job must be new; `must`: it must have a committed step"
     )
@@ -264,7 +261,7 @@ class ParamserverSection(Section):
         "device is an error: [performance](performance.md#gpus)",
     )
     # The value may differ between ranks, because their devices may have different memory.
-    gpu_budget: Annotated[ByteSize, Agreement.NONE] = Field(
+    gpu_budget: Annotated[Size, Agreement.NONE] = Field(
         default=ByteSize(0),
         description="memory of each rank's GPU in which the store keeps parameters that are needed again before an "
         "update changes them, frozen ones above all, so that they are not fetched and copied again; "
@@ -279,7 +276,7 @@ class ParamserverSection(Section):
         description="how long a run waits for the next daemon when its own is gone; 0: it ends: "
         "[resume](resume.md#the-daemon-is-restarted-under-a-run)",
     )
-    kept_gradients: ByteSize = Field(
+    kept_gradients: Size = Field(
         default=ByteSize(1 << 30),
         description="most bytes of gradients, and of first values, that a rank keeps until their commit is there, to "
         "hand them to the next daemon: [resume](resume.md#the-daemon-is-restarted-under-a-run)",

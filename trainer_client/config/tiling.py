@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from paramserver.contract.sizes import Size
 from trainer_client.section import Section
 
 # A tile of fewer bytes would cost more requests than it saves memory.
@@ -15,7 +16,7 @@ LEAST_TILE_BYTES = 4096
 class TilingSection(Section):
     """Which parameters are cut into tiles, and how much of the logits there is at once; see model/tile.py."""
 
-    largest_tile: Annotated[ByteSize, Field(ge=LEAST_TILE_BYTES)] | Literal["auto"] | None = Field(
+    largest_tile: Annotated[Size, Field(ge=LEAST_TILE_BYTES)] | Literal["auto"] | None = Field(
         default=None,
         description='`"tiling": "64MiB"` for short: a weight of a `Linear`, an `Embedding` or a `Conv1D` that has more '
         "bytes in the dtype of the forward is gathered in tiles of at most so many; `auto`: 1/32 of the smallest "

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.filesize import decimal
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
+from paramserver.contract.sizes import Size
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
 from trainer_client.exchange.terminal import cleaning_up_on_sigterm, exit_statuses, progress_bar
@@ -124,6 +125,6 @@ def _print(result: ExportResult, *, as_json: bool) -> None:
 
 def _size(text: str) -> int:
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        return int(TypeAdapter(Size).validate_python(text))
     except ValidationError:
         raise ConfigError(f"--max-shard-size {text!r} is not a size: write for example 5GB or 512MiB") from None

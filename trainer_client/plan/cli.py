@@ -14,13 +14,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from torch import nn
 
 from paramserver.contract.device_reads import FindHits
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT, by_default
 from paramserver.contract.printable import printable
+from paramserver.contract.sizes import Size
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.loading import load_config
@@ -434,6 +435,6 @@ def _sequence(model: nn.Module) -> int:
 
 def _size(option: str, text: str) -> int:
     with suppress(ValidationError, OverflowError):
-        if (nbytes := int(TypeAdapter(ByteSize).validate_python(text))) > 0:
+        if (nbytes := int(TypeAdapter(Size).validate_python(text))) > 0:
             return nbytes
     raise ConfigError(f"{option} {text!r} is not a size above 0: write for example 80GiB, or 5GB for a second")

@@ -54,6 +54,8 @@ def test_flags_go_before_the_file_and_absent_ones_do_not(tmp_path: Path) -> None
         ({"host_budget": "256QiB"}, "host_budget = '256QiB'"),
         ({"host_budget": 1000}, "host_budget = 1000: Input should be greater than or equal to 1048576"),
         ({"nvme_budget": "-5GiB"}, "nvme_budget = '-5GiB'"),
+        ({"scrub_bandwidth": "1,5MiB"}, "scrub_bandwidth = '1,5MiB': write a number of bytes"),
+        ({"lend_budget": True}, "lend_budget = True: write a number of bytes"),
         ({"log_level": "loud"}, "log_level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"io_read_threads": 0}, "io_read_threads = 0"),
         ({"optimizer_threads": 65}, "optimizer_threads = 65"),
@@ -286,6 +288,7 @@ def test_quotas_are_read_from_tables(tmp_path: Path) -> None:
     ("quotas", "named"),
     [
         ({"default": {"host_bytes": 1}}, "quotas.default.host_bytes = 1"),
+        ({"default": {"host_bytes": "1,5GiB"}}, "quotas.default.host_bytes = '1,5GiB': write a number"),
         ({"default": {"weight": 0}}, "quotas.default.weight = 0"),
         ({"default": {"weight": float("nan")}}, "quotas.default.weight = nan"),
         ({"default": {"sessions": 0}}, "quotas.default.sessions = 0"),
