@@ -22,6 +22,7 @@ from paramserver.contract.address import (
 )
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
+from paramserver.contract.places import Place
 from paramserver.contract.sizes import Size
 from paramserver.contract.sockets import check_path
 from paramserver.contract.token_files import token_in
@@ -105,14 +106,14 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    state_dir: Path = Field(description="directory for the catalog, the data file, the lock and the socket")
+    state_dir: Place = Field(description="directory for the catalog, the data file, the lock and the socket")
     host_budget: Size = Field(
         default=ByteSize(1 << 30), ge=1 << 20, description="bytes of shared memory behind the host tier, taken at start"
     )
     nvme_budget: Size = Field(
         default=ByteSize(64 << 30), ge=1 << 20, description="most bytes of the data files on the nvme tier"
     )
-    nvme_dirs: tuple[Path, ...] = Field(
+    nvme_dirs: tuple[Place, ...] = Field(
         default=(), description="directories of the data files, best one on each device; default: the state directory"
     )
     scrub_bandwidth: Size = Field(
@@ -121,7 +122,7 @@ class DaemonConfig(BaseModel):
     device_timeout_seconds: float = Field(
         default=30.0, ge=0.1, le=3600.0, description="silence after which a device counts as stuck"
     )
-    socket: Path | None = Field(
+    socket: Place | None = Field(
         default=None, description="UNIX socket; default: paramserver.sock in the state directory"
     )
     listen: str | None = Field(default=None, description="HOST:PORT to listen on over TCP besides the UNIX socket")
@@ -170,7 +171,7 @@ class DaemonConfig(BaseModel):
         default=None,
         description="HOST:PORT of a second gRPC endpoint, without TLS, which has the health service and nothing else",
     )
-    audit_log: Path | None = Field(
+    audit_log: Place | None = Field(
         default=None,
         description="file with a line of JSON for each call that destroys something; default: audit.jsonl in the state "
         "directory",
@@ -239,7 +240,7 @@ class DaemonConfig(BaseModel):
     connection_idle_seconds: float = Field(
         default=30.0, ge=0.1, le=3600.0, description="time after which a connection without a call is closed"
     )
-    arena_file: Path | None = Field(
+    arena_file: Place | None = Field(
         default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
     )
 

@@ -21,6 +21,7 @@ from pydantic import (
 
 from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
 from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED, durable_every_steps, parse_durability
+from paramserver.contract.places import Place
 from paramserver.contract.replica_names import replicated_job
 from paramserver.contract.sizes import Size
 from trainer_client.config.checkpoints import CheckpointsSection
@@ -230,7 +231,7 @@ class ParamserverSection(Section):
         "reads them: [resume](resume.md)",
     )
     # As with `nvme_path`, the ranks compare the directory that is derived from this path.
-    state_dir: Annotated[Path | None, Agreement.NONE] = Field(
+    state_dir: Annotated[Place | None, Agreement.NONE] = Field(
         default=None,
         description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes; "
         "the next two are of this daemon, too; null: `nvme_path`, else `paramserver-state`",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt
 
+from paramserver.contract.places import Place
 from trainer_client.section import Agreement, Section
 from trainer_client.standing import Refused, WithoutEffect, is_absent
 
@@ -30,7 +30,7 @@ class OffloadSection(Section):
     device: Literal["none", "cpu", "nvme"] = Field(default="none", description="`none`, `cpu` or `nvme`")
     # The ranks do not compare this path. They compare the state directory that is derived from it: see
     # `TrainingConfig.daemon_values`.
-    nvme_path: Annotated[Path | None, Agreement.NONE] = Field(
+    nvme_path: Annotated[Place | None, Agreement.NONE] = Field(
         default=None,
         description="state directory of the job's own daemon, if the device is `nvme`; both sections have the same",
     )

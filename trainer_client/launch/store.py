@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.contract.address import ADDRESS_VARIABLE
+from paramserver.contract.places import check_place
 from trainer_client.errors import ConfigError, StoreUnavailableError
 from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
@@ -43,7 +44,7 @@ class OwnDaemon:
         """Return the daemon that a TOML file and the flags of `paramserver serve` describe; None if neither is given.
 
         Raises:
-            ConfigError: the file cannot be read, or no state directory is given.
+            ConfigError: the file cannot be read, or no state directory is given that can be used.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         if config is None and not given:
@@ -53,7 +54,10 @@ class OwnDaemon:
         if not isinstance(directory, str):
             where = "" if config is None else f", and {config} has no state_dir"
             raise ConfigError(f"the daemon's state directory is not given{where}: give --state-dir DIRECTORY")
-        state_dir = Path(directory).absolute()
+        try:
+            state_dir = check_place(Path(directory)).absolute()
+        except ValueError as error:
+            raise ConfigError(f"state directory {directory!r}: {error}") from error
         socket = keys.get("socket")
         address = local_address(state_dir) if socket is None else check_address(f"unix:{Path(str(socket)).absolute()}")
         options = [] if config is None else ["--config", str(config.absolute())]

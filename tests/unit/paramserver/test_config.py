@@ -56,6 +56,8 @@ def test_flags_go_before_the_file_and_absent_ones_do_not(tmp_path: Path) -> None
         ({"nvme_budget": "-5GiB"}, "nvme_budget = '-5GiB'"),
         ({"scrub_bandwidth": "1,5MiB"}, "scrub_bandwidth = '1,5MiB': write a number of bytes"),
         ({"lend_budget": True}, "lend_budget = True: write a number of bytes"),
+        ({"state_dir": "~/store"}, "state_dir = '~/store': only a shell replaces ~ by a home directory"),
+        ({"nvme_dirs": ["/a", "~b"]}, "nvme_dirs.1 = '~b': only a shell replaces ~"),
         ({"log_level": "loud"}, "log_level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"io_read_threads": 0}, "io_read_threads = 0"),
         ({"optimizer_threads": 65}, "optimizer_threads = 65"),

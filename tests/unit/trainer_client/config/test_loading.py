@@ -79,6 +79,14 @@ def test_two_paths_are_accepted_where_neither_counts() -> None:
         (zero(offload_param={"device": "nvme", "pin_memory": "?"}), ["zero_optimization.offload_param.pin_memory"]),
         (zero(stage=4), ["zero_optimization.stage = 4", "write 0, 1, 2 or 3"]),
         (zero(offload_param={"device": "disk"}), ["zero_optimization.offload_param.device = 'disk'", "'nvme'"]),
+        (
+            config(paramserver={"state_dir": "~/store"}),
+            ["paramserver.state_dir = '~/store'", "only a shell replaces ~"],
+        ),
+        (
+            zero(offload_param={"device": "nvme", "nvme_path": "~/store"}),
+            ["zero_optimization.offload_param.nvme_path = '~/store'", "only a shell replaces ~"],
+        ),
         (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), ["zero_optimization.offload_optimizer.ratio = 1.5"]),
         (config(paramserver={"units": "layers"}), ["paramserver.units = 'layers'", '"blocks", {"classes": [names]}']),
         (config(paramserver={"units": {"class": ["A"]}}), ["paramserver.units.class", "did you mean classes"]),

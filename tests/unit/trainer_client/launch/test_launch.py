@@ -99,6 +99,7 @@ def test_threads_are_shared_out_unless_the_environment_says_so() -> None:
         (["--host-budget", "1GiB", SCRIPT], "give --state-dir DIRECTORY"),
         (["--daemon-config", "/missing.toml", SCRIPT], "/missing.toml cannot be read"),
         (["--address", "unix:/a", "--state-dir", "b", SCRIPT], "remove one"),
+        (["--state-dir=~/store", SCRIPT], "state directory '~/store': only a shell replaces ~ by a home directory"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_named_with_a_remedy(arguments: list[str], message: str) -> None:
