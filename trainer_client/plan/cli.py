@@ -168,7 +168,8 @@ def plan_job(
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        show(Console(), found)
+        # Paths and names are printed as they are, because rich would take "[a]" in them for markup.
+        show(Console(markup=False, emoji=False), found)
     raise typer.Exit(0 if found["fits"] else 3)
 
 

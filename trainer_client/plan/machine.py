@@ -97,9 +97,17 @@ def shared_rate(read: float, write: float) -> float:
 def capacities_here(directory: Path, ranks: int) -> Capacities:
     """Return the capacities of this machine: its memory, one GPU's memory, and the free bytes around `directory`."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    present = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    present = next(path for path in (directory.absolute(), *directory.absolute().parents) if _can_be_seen(path))
     nvme = shutil.disk_usage(present).free
     if torch.accelerator.is_available():
         _, on_device = torch.accelerator.get_memory_info(0)
         return Capacities(device=on_device, host=host, nvme=nvme, is_cpu=False)
     return Capacities(device=host // ranks, host=host, nvme=nvme, is_cpu=True)
+
+
+def _can_be_seen(path: Path) -> bool:
+    """Return whether this user sees that there is a file or a directory at `path`."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

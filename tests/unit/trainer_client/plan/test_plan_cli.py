@@ -543,3 +543,12 @@ def test_a_config_that_training_would_refuse_is_refused(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "zero_optimization" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
+def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
+    """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
+    result = plan(tmp_path, f"{MACHINE} {LINKS} --no-search --tokens 16 --dir {tmp_path}/{name}")
+
+    assert result.exit_code == 0, result.output
+    assert f"NVMeisthatofthefilesystemof{tmp_path}/{name}." in "".join(result.stdout.split())
