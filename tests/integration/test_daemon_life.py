@@ -21,6 +21,7 @@ from tests.integration.support.daemon import Daemon, admin_of, run_serve
 from tests.integration.support.store_client import CALL_SECONDS, Clients, Rank, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.config.loading import load_config
 from trainer_client.run.local_daemon import LocalDaemon
 
 
@@ -58,6 +59,18 @@ def test_a_daemon_that_a_job_starts_sees_no_gpu(tmp_path: Path, monkeypatch: pyt
         assert [one for one in variables if b"CUDA" in one.partition(b"=")[0]] == [b"CUDA_VISIBLE_DEVICES="]
     finally:
         daemon.stop()
+
+
+def test_a_daemon_that_a_job_starts_listens_where_the_job_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMSERVER_SERVE_SOCKET", str(tmp_path / "elsewhere.sock"))
+    # Without this, a failure would take two minutes.
+    monkeypatch.setattr("trainer_client.run.local_daemon._START_SECONDS", 30.0)
+    section = {"state_dir": str(tmp_path / "state"), "host_budget": "32MiB", "reattach_timeout_seconds": 0}
+    daemon = LocalDaemon.of(load_config({"paramserver": section}, {}))
+    daemon.stop()
+    assert daemon.address == f"unix:{tmp_path}/state/paramserver.sock"
 
 
 def test_sigterm_waits_for_the_commit_that_a_rank_has_voted_for(tmp_path: Path) -> None:

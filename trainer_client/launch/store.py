@@ -15,7 +15,7 @@ from typing import Any
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.places import check_place
 from trainer_client.errors import ConfigError, StoreUnavailableError
-from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.run.local_daemon import SOCKET_NAME, LocalDaemon
 from trainer_client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
 from trainer_client.transport.credentials import Credentials
 
@@ -59,10 +59,15 @@ class OwnDaemon:
         except ValueError as error:
             raise ConfigError(f"state directory {directory!r}: {error}") from error
         socket = keys.get("socket")
-        address = local_address(state_dir) if socket is None else check_address(f"unix:{Path(str(socket)).absolute()}")
-        options = [] if config is None else ["--config", str(config.absolute())]
+        path = state_dir / SOCKET_NAME if socket is None else Path(str(socket)).absolute()
+        # A variable of the environment may name another socket, and a flag wins over it.
+        options = ["--socket", str(path), *([] if config is None else ["--config", str(config.absolute())])]
         options += [word for name, value in given.items() if name != "state-dir" for word in (f"--{name}", value)]
-        return cls(state_dir=state_dir, address=address, options=[*options, "--state-dir", str(state_dir)])
+        return cls(
+            state_dir=state_dir,
+            address=check_address(f"unix:{path}"),
+            options=[*options, "--state-dir", str(state_dir)],
+        )
 
     def is_serving(self) -> bool:
         """Return whether a daemon serves at the socket."""

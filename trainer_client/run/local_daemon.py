@@ -115,6 +115,8 @@ class LocalDaemon:
         state_dir = config.state_dir().absolute()
         options = [
             *("--state-dir", str(state_dir)),
+            # A variable of the environment may name another socket, and a flag wins over it.
+            *("--socket", str(state_dir / SOCKET_NAME)),
             *("--host-budget", str(int(config.paramserver.host_budget))),
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
         ]

@@ -62,11 +62,14 @@ def test_a_daemon_of_the_launch_is_printed_with_its_options(tmp_path: Path) -> N
     config = tmp_path / "daemon.toml"
     config.write_text(f'state_dir = "{tmp_path}/state"\nsocket = "{tmp_path}/its.sock"\n')
 
-    lines = launch(
-        "--daemon-config", str(config), "--host-budget", "64MiB", "--dry-run", "--nproc-per-node", "1", SCRIPT
-    ).stdout.splitlines()
+    options = ["--daemon-config", str(config), "--host-budget", "64MiB", "--dry-run", "--nproc-per-node", "1", SCRIPT]
+    lines = launch(*options, PARAMSERVER_SERVE_SOCKET="/elsewhere").stdout.splitlines()
 
-    assert f"--config {config} --host-budget 64MiB --state-dir {tmp_path}/state &" in lines[1]
+    # The variable would have the daemon listen where the ranks do not look for it, but a flag wins over it.
+    assert (
+        f" --socket {tmp_path}/its.sock --config {config} --host-budget 64MiB --state-dir {tmp_path}/state &"
+        in lines[1]
+    )
     assert lines[2].startswith(f"PARAMSERVER_ADDRESS=unix:{tmp_path}/its.sock ")
 
 
