@@ -22,6 +22,7 @@ from tests.integration.support.store_client import CALL_SECONDS, Clients, Rank, 
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.config.loading import load_config
+from trainer_client.errors import LocalDaemonError
 from trainer_client.run.local_daemon import LocalDaemon
 
 
@@ -71,6 +72,15 @@ def test_a_daemon_that_a_job_starts_listens_where_the_job_looks_for_it(
     daemon = LocalDaemon.of(load_config({"paramserver": section}, {}))
     daemon.stop()
     assert daemon.address == f"unix:{tmp_path}/state/paramserver.sock"
+
+
+def test_a_state_directory_that_a_job_cannot_write_to_is_named(tmp_path: Path) -> None:
+    # A directory in the place of the log is refused to root, too.
+    (tmp_path / "daemon.log").mkdir()
+    with pytest.raises(
+        LocalDaemonError, match=rf"in {tmp_path} \(Is a directory: {tmp_path}/daemon.log\): let this user"
+    ):
+        LocalDaemon(tmp_path, ["--state-dir", str(tmp_path)], restarts=False)
 
 
 def test_sigterm_waits_for_the_commit_that_a_rank_has_voted_for(tmp_path: Path) -> None:

@@ -161,9 +161,15 @@ class LocalDaemon:
         self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._wait_for_predecessor()
-        log_offset = self._log_size()
-        process = self._spawn()
+        try:
+            self._wait_for_predecessor()
+            log_offset = self._log_size()
+            process = self._spawn()
+        except OSError as error:
+            raise LocalDaemonError(
+                f"no store daemon can be started in {self._state_dir} ({error.strerror}: {error.filename}): let this "
+                "user write there, or choose another directory"
+            ) from error
         try:
             self._wait_until_serving(process, log_offset)
         except BaseException:
