@@ -1,11 +1,14 @@
 """The hooks that bring a unit into memory before the forward of its module, and release it afterwards.
 
-This module owns the handles of the hooks. It must never leave a unit in use after a forward that failed.
+This module owns the handles of the hooks, and the list of the forwards under way. It must never leave a unit in use
+after a forward that failed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,20 +16,42 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from trainer_client.errors import SessionEndedError
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.units import WeightUnit
 from trainer_client.step.tensor_tree import TensorTree
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Forward:
+    """A forward under way.
+
+    Attributes:
+        module: the module.
+        entered: the units that it has entered so far.
+        has_returned: whether it has returned without an error.
+    """
+
+    module: nn.Module
+    entered: list[WeightUnit] = dataclasses.field(default_factory=list)
+    has_returned: bool = False
+
+
+class _OfThread(threading.local):
+    """The forwards of modules with hooks that are under way in one thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+
+
 class InferenceHooks:
-    """The hooks on the modules of one model."""
+    """The hooks on the modules of one model. Several threads may call the model at the same time."""
 
     def __init__(self, model: nn.Module, units: list[WeightUnit], residency: Residency) -> None:
         self._model = model
         self._residency = residency
         self._handles: list[RemovableHandle] = []
-        # The number of forwards under way, counting only modules with hooks.
-        self._depth = 0
+        self._of_thread = _OfThread()
         of_module: dict[nn.Module, list[WeightUnit]] = {model: []}
         for unit in units:
             for module in unit.modules:
@@ -35,34 +60,60 @@ class InferenceHooks:
             self._install(module, needed)
 
     def _install(self, module: nn.Module, units: list[WeightUnit]) -> None:
-        # Each call of the module has its own entry, because a module may be called within its own forward.
-        entered: list[list[WeightUnit]] = []
-
         def before(module: nn.Module, args: Any) -> None:
-            mine: list[WeightUnit] = []
-            entered.append(mine)
-            self._depth += 1
+            forwards = self._of_thread.forwards
+            if module is self._model and forwards:
+                # torch calls no hook when a KeyboardInterrupt leaves a module, so these forwards were interrupted.
+                self._give_up(forwards)
+            if not forwards:
+                self._residency.begin_forward()
+            mine = _Forward(module)
+            forwards.append(mine)
             for unit in units:
                 self._residency.enter(unit)
-                mine.append(unit)
+                mine.entered.append(unit)
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            if (mine := self._running(module)) is not None:
+                mine.has_returned = True
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if not entered:
+            if (mine := self._running(module)) is None:
                 # The forward has ended before the hook above was called, because another hook has failed.
                 return output
-            mine = entered.pop()
-            self._depth -= 1
-            kept = self._keep(output) if mine or not self._depth else output
-            try:
-                for unit in mine:
-                    self._residency.leave(unit)
-            finally:
-                if not self._depth:
-                    self._residency.return_borrowed()
-            return kept
+            forwards = self._of_thread.forwards
+            forwards.pop()
+            # If the forward has raised an error, torch would warn of another one.
+            with nullcontext() if mine.has_returned else suppress(SessionEndedError):
+                try:
+                    output = self._keep(output)
+                finally:
+                    self._end(mine, is_outermost=not forwards)
+            return output
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(returned))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _running(self, module: nn.Module) -> _Forward | None:
+        """Return the innermost forward of this thread if it is one of `module`, else None."""
+        forwards = self._of_thread.forwards
+        return forwards[-1] if forwards and forwards[-1].module is module else None
+
+    def _end(self, forward: _Forward, *, is_outermost: bool) -> None:
+        """Leave the units of a forward. It can raise SessionEndedError."""
+        try:
+            self._residency.leave_all(forward.entered)
+        finally:
+            if is_outermost:
+                self._residency.end_forward()
+
+    def _give_up(self, forwards: list[_Forward]) -> None:
+        """Leave the units of forwards that will not end, and clear the list."""
+        entered = [unit for forward in forwards for unit in forward.entered]
+        forwards.clear()
+        with suppress(SessionEndedError):
+            self._residency.leave_all(entered)
 
     def _keep(self, output: Any) -> Any:
         """Return the output with copies in place of views of parameters that are released next."""

@@ -45,8 +45,9 @@ class Residency:
         self._units = tuple(units)
         self._ahead: dict[WeightUnit, Fetch] = {}
         # The units whose parameters a function has used without a forward of the unit's module. They are released with
-        # the outermost forward under way.
+        # the last outermost forward under way, and these are the threads that have one.
         self._borrowed: list[WeightUnit] = []
+        self._threads: set[int] = set()
         self._last: WeightUnit | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -102,6 +103,35 @@ class Residency:
             if not unit.stays:
                 self._release(unit)
 
+    def begin_forward(self) -> None:
+        """Note that this thread begins an outermost forward.
+
+        Units whose leases have ended are taken away, because a function may use a unit outside of the forward of its
+        modules, where no hook looks at the leases. Such a function fetches the unit again.
+        """
+        with self._lock:
+            self._threads.add(threading.get_ident())
+            for unit in self._units:
+                if unit.held is not None and unit.held.is_lost and not unit.users:
+                    self._forget(unit)
+
+    def end_forward(self) -> None:
+        """Note that this thread's outermost forward has ended. The last thread releases the borrowed units.
+
+        Raises:
+            SessionEndedError: the leases of a unit that stays in memory had ended before, so the results cannot be
+                used.
+        """
+        with self._lock:
+            self._threads.discard(threading.get_ident())
+            borrowed: list[WeightUnit] = []
+            if not self._threads:
+                borrowed, self._borrowed = self._borrowed, []
+            self.leave_all(borrowed)
+            for unit in self._units:
+                if unit.stays and unit.held is not None:
+                    unit.held.check()
+
     def enter(self, unit: WeightUnit) -> None:
         """Bring a unit into memory for a forward that needs it, and request the units that come next.
 
@@ -115,10 +145,10 @@ class Residency:
                 self._forget(unit)
             if unit.held is None:
                 unit.show(self._fetched(unit))
-            unit.users += 1
             if not unit.stays:
                 self._note(unit)
                 self._request_ahead(unit)
+            unit.users += 1
 
     def leave(self, unit: WeightUnit) -> None:
         """End a forward that needs a unit, and release the unit if it does not stay.
@@ -142,12 +172,20 @@ class Residency:
             self.enter(unit)
             self._borrowed.append(unit)
 
-    def return_borrowed(self) -> None:
-        """Release the borrowed units. The outermost forward calls this at its end. It can raise SessionEndedError."""
-        with self._lock:
-            borrowed, self._borrowed = self._borrowed, []
-            for unit in borrowed:
+    def leave_all(self, units: Iterable[WeightUnit]) -> None:
+        """End a forward that needs some units.
+
+        Raises:
+            SessionEndedError: the leases of a unit had ended before. The other units are left nevertheless.
+        """
+        failure: SessionEndedError | None = None
+        for unit in units:
+            try:
                 self.leave(unit)
+            except SessionEndedError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of a parameter that is released after its use."""

@@ -45,11 +45,12 @@ class WeightUnit:
 
     def show(self, held: HeldTensors) -> None:
         """Make tensors the values of the parameters."""
-        self.held = held
         for parameter in self.parameters:
             restore(parameter.tensor)
             if parameter.shape.numel():
                 parameter.tensor.data = held.tensors[parameter.fqn]
+        # This comes last, because an interruption before it would leave some parameters without values.
+        self.held = held
 
     def hide(self, on_use: Callable[[WeightUnit], None]) -> HeldTensors | None:
         """Take the values away from the parameters, and return the tensors that held the values.

@@ -255,7 +255,12 @@ class StepWeights:
             mine, begun = begun, None
             if mine is None or mine.session is not session:
                 mine = _request(session, reader, plan)
-            leases = result_of(mine.future).leases
+            try:
+                leases = result_of(mine.future).leases
+            except BaseException:
+                # After a KeyboardInterrupt, for example, the store may still grant the leases.
+                self.cancel(mine)
+                raise
             return self._show(session, call, plan, leases)
 
         return self._reader.on_session(call, attempt)
