@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Iterator
@@ -193,3 +194,25 @@ def is_waiting(thread: threading.Thread) -> bool:
     """Return whether a thread is in a function of the residency, whose lock the caller holds."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and Path(frame.f_code.co_filename).name == "residency.py"
+
+
+@pytest.mark.parametrize("host_bytes", [None, FEW_BYTES], ids=["stays", "streams"])
+def test_what_an_engine_gives_out_is_not_in_the_memory_of_the_store(store: Daemon, host_bytes: int | None) -> None:
+    model = Model()
+    with opened(store.address, host_bytes) as engine:
+        arena = engine._parts.weights._mapped[1]
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+
+        def is_given_out(tensor: torch.Tensor) -> bool:
+            return begin <= tensor.data_ptr() < begin + len(arena)
+
+        _, offset, blocks = engine(INPUTS)
+        views = [offset, *(block.tensors[1] for block in blocks)]
+        assert not any(map(is_given_out, views))
+        state = {} if host_bytes is not None else engine.module.state_dict()
+        assert not any(map(is_given_out, state.values()))
+    overwrite_store(store.address)
+    weights = model.state_dict()
+    names = ["offset", *(f"blocks.{number}.linear.bias" for number in range(len(model.blocks)))]
+    assert all(torch.equal(view, weights[name]) for view, name in zip(views, names, strict=True))
+    assert all(torch.equal(value, weights[name]) for name, value in state.items())

@@ -24,6 +24,7 @@ from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.refusals import copy_gathered
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.gradients import ReductionSchedule
@@ -88,6 +89,7 @@ class InferenceEngine(EngineGetters):
         self._closed = False
         self.eval()
         self._refusal = model.register_state_dict_pre_hook(self._refuse_released)
+        self._copying = model.register_state_dict_post_hook(copy_gathered)
         atexit.register(self.close)
         log.info(
             "the model has the weights of step %d of job %r; %d bytes of them stay in memory, %s",
@@ -184,6 +186,7 @@ class InferenceEngine(EngineGetters):
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._copying.remove()
         self._resources.close()
 
     # DeepSpeed calls `close` of an engine `destroy`.

@@ -6,6 +6,7 @@ after a forward that failed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from contextlib import nullcontext, suppress
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import SessionEndedError
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.units import WeightUnit
 from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.step.transforms import is_transformed
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class InferenceHooks:
             # If the forward has raised an error, torch would warn of another one.
             with nullcontext() if mine.has_returned else suppress(SessionEndedError):
                 try:
-                    output = self._keep(output)
+                    output = self._keep(output, is_outermost=not forwards)
                 finally:
                     self._end(mine, is_outermost=not forwards)
             return output
@@ -115,25 +117,41 @@ class InferenceHooks:
         with suppress(SessionEndedError):
             self._residency.leave_all(entered)
 
-    def _keep(self, output: Any) -> Any:
-        """Return the output with copies in place of views of parameters that are released next."""
-        found = [tensor for tensor in TensorTree.of(output).tensors if self._residency.owns(tensor)]
-        if not found:
+    def _keep(self, output: Any, *, is_outermost: bool) -> Any:
+        """Return the output with copies in place of views of parameters that do not outlast it.
+
+        Parameters that stay in memory end with the engine or with the session, so only the caller of the whole model
+        needs copies of their views.
+        """
+        with_staying = is_outermost and not is_transformed()
+        if not with_staying and not self._residency.streams:
             return output
-        copies = {id(tensor): tensor.detach().clone() for tensor in found}
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return copies.get(id(tensor), tensor)
-
-        if dataclasses.is_dataclass(output) and not isinstance(output, type):
-            changed = {
-                f.name: copied(v) for f in dataclasses.fields(output) if torch.is_tensor(v := getattr(output, f.name))
-            }
-            return dataclasses.replace(output, **changed)
-        return tree_map_only(torch.Tensor, copied, output)
+        found = [
+            tensor
+            for tensor in TensorTree.of(output).tensors
+            if self._residency.owns(tensor, with_staying=with_staying)
+        ]
+        return _replaced(output, {id(tensor): tensor.detach().clone() for tensor in found}) if found else output
 
     def remove(self) -> None:
         """Remove all hooks. A repeated call has no effect."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _replaced(output: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return an output with other tensors in place of some; `copies` has them by the id of the former tensor."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return copies.get(id(leaf), leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        other = copy.copy(leaf)
+        # A dataclass may be built without all of its fields, and a frozen one refuses a plain assignment.
+        for name in (field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)):
+            object.__setattr__(other, name, tree_map(replaced, getattr(leaf, name)))
+        return other
+
+    return tree_map(replaced, output)

@@ -187,17 +187,15 @@ class Residency:
         if failure is not None:
             raise failure
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of a parameter that is released after its use."""
-        if tensor.layout is not torch.strided or not self._next:
+    def owns(self, tensor: torch.Tensor, *, with_staying: bool) -> bool:
+        """Return whether a tensor is a view of a parameter that is released after its use.
+
+        With `with_staying`, return this also for views of parameters that stay in memory until the engine is closed.
+        """
+        if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
-        return any(
-            address == parameter.untyped_storage().data_ptr()
-            for unit in self._next
-            if unit.held is not None
-            for parameter in unit.held.tensors.values()
-        )
+        return any(address in unit.addresses for unit in (self._units if with_staying else self._next))
 
     def close(self) -> None:
         """Take all values away from the parameters, and release all leases. A repeated call has no effect."""

@@ -33,6 +33,7 @@ class WeightUnit:
         stays: whether the parameters stay in memory once they were loaded.
         held: the parameters' tensors while they are in memory.
         users: the number of forwards under way that need the parameters.
+        addresses: the first bytes of the memory of these tensors.
     """
 
     name: str
@@ -42,6 +43,7 @@ class WeightUnit:
     stays: bool = False
     held: HeldTensors | None = None
     users: int = 0
+    addresses: frozenset[int] = frozenset()
 
     def show(self, held: HeldTensors) -> None:
         """Make tensors the values of the parameters."""
@@ -49,6 +51,7 @@ class WeightUnit:
             restore(parameter.tensor)
             if parameter.shape.numel():
                 parameter.tensor.data = held.tensors[parameter.fqn]
+        self.addresses = frozenset(tensor.untyped_storage().data_ptr() for tensor in held.tensors.values())
         # This comes last, because an interruption before it would leave some parameters without values.
         self.held = held
 
@@ -58,7 +61,7 @@ class WeightUnit:
         Args:
             on_use: called before a function of torch gets a parameter of the unit; it has to call `show`.
         """
-        held, self.held = self.held, None
+        held, self.held, self.addresses = self.held, None, frozenset()
         # The cache may hold a tensor that autocast has made from a parameter.
         torch.clear_autocast_cache()
         for parameter in self.parameters:

@@ -30,7 +30,7 @@ class ModelRefusals:
         self._handles = [module.register_load_state_dict_pre_hook(self._refuse_load)]
         if is_sharded:
             self._handles.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
-            self._handles.append(module.register_state_dict_post_hook(_copy_gathered))
+            self._handles.append(module.register_state_dict_post_hook(copy_gathered))
 
     def remove(self) -> None:
         """Refuse nothing from now on."""
@@ -80,7 +80,7 @@ def without_released(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _copy_gathered(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+def copy_gathered(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
     """Replace the parameters in a state dict by copies, because gathered memory is freed. Tied names share a copy."""
     copies: dict[int, torch.Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
