@@ -17,7 +17,7 @@ from torch import nn
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.waiting import wait_until
-from trainer_client.errors import SessionEndedError
+from trainer_client.errors import SessionEndedError, StoreBudgetError
 from trainer_client.inference.units import WeightUnit
 
 WIDTH = 128
@@ -216,3 +216,18 @@ def test_what_an_engine_gives_out_is_not_in_the_memory_of_the_store(store: Daemo
     names = ["offset", *(f"blocks.{number}.linear.bias" for number in range(len(model.blocks)))]
     assert all(torch.equal(view, weights[name]) for view, name in zip(views, names, strict=True))
     assert all(torch.equal(value, weights[name]) for name, value in state.items())
+
+
+def test_a_request_ahead_that_failed_is_made_again(store: Daemon) -> None:
+    large = nn.Sequential(nn.Linear(1024, 1024))
+    with opened(store.address, 0, large, job="large") as engine:
+        weights, (unit,) = engine._parts.weights, units_of(engine)
+        others = nn.Sequential(*(nn.Linear(512, 512) for _ in range(14)))
+        with opened(store.address, 15 << 20, others, job="others"):
+            fetch = weights.begin(unit.plan)
+            with pytest.raises(StoreBudgetError):
+                weights.finish(unit.plan, None)
+            assert fetch is not None and fetch.future.exception(30) is not None
+        held = weights.finish(unit.plan, fetch)
+        assert held.tensors.keys() == {place.tensor.fqn for place in unit.plan.places}
+        weights.release(held)

@@ -136,6 +136,11 @@ class Fetch:
     session: StoreSession
     future: Any
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the store has refused the request, or the connection has broken."""
+        return bool(self.future.done() and (self.future.cancelled() or self.future.exception() is not None))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensors:
@@ -253,7 +258,8 @@ class StepWeights:
         def attempt(session: StoreSession, reader: int) -> HeldTensors:
             nonlocal begun
             mine, begun = begun, None
-            if mine is None or mine.session is not session:
+            # A request that was made ahead may have failed long ago, for lack of memory that is free by now.
+            if mine is None or mine.session is not session or mine.has_failed:
                 mine = _request(session, reader, plan)
             try:
                 leases = result_of(mine.future).leases
