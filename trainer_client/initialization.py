@@ -284,13 +284,19 @@ def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
     """Return the open engines that parameters of the model belong to, in the order of the parameters.
 
     Raises:
-        ConfigError: an engine was closed or deleted, so that its parameters have no values.
+        ConfigError: an engine was closed or deleted, so that its parameters have no values; or an engine for inference
+            is open.
     """
     engines: dict[int, Engine] = {}
     for parameter in parameters:
         engine = owner_of(parameter.tensor)
         if isinstance(engine, Engine) and not engine.is_closed:
             engines[id(engine)] = engine
+        elif isinstance(engine, InferenceEngine):
+            raise ConfigError(
+                f"initialize(model=...): parameter {parameter.fqn} belongs to an open engine for inference: "
+                "close that engine first; for a job that the store does not have yet, build the model anew"
+            )
         elif is_owned(parameter.tensor):
             raise ConfigError(
                 f"initialize(model=...): parameter {parameter.fqn} of the model belongs to an engine that was closed "

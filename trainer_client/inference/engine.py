@@ -23,6 +23,7 @@ from trainer_client.errors import PhaseError
 from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
+from trainer_client.model.owners import disown, own
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.refusals import copy_gathered
 from trainer_client.ranks.collectives import Collectives
@@ -90,6 +91,7 @@ class InferenceEngine(EngineGetters):
         self.eval()
         self._refusal = model.register_state_dict_pre_hook(self._refuse_released)
         self._copying = model.register_state_dict_post_hook(copy_gathered)
+        own(parts.parameters, self)
         atexit.register(self.close)
         log.info(
             "the model has the weights of step %d of job %r; %d bytes of them stay in memory, %s",
@@ -186,7 +188,9 @@ class InferenceEngine(EngineGetters):
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._refusal.remove()
         self._copying.remove()
+        disown(self._parts.parameters)
         self._resources.close()
 
     # DeepSpeed calls `close` of an engine `destroy`.
@@ -231,7 +235,7 @@ class InferenceEngine(EngineGetters):
 
     def _refuse_released(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse `state_dict()` while some weights are not in memory."""
-        if self._parts.residency.streams or self._closed:
+        if self._parts.residency.streams:
             raise RuntimeError(
                 "not all of the model's weights are in memory: call engine.full_state_dict() instead of state_dict()"
             )

@@ -24,6 +24,7 @@ from trainer_client.inference.opening import InitialArguments, open_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.loading import Weights
 from trainer_client.model.leaves import mark_configured_leaves
+from trainer_client.model.owners import is_owned
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import choose_policy
 
@@ -263,6 +264,11 @@ def _open(
 ) -> InferenceEngine:
     """Return an engine for a model. If the caller names no job or no host budget, this function chooses them."""
     wanted = _dtype(dtype)
+    if owned := [name for name, tensor in model.named_parameters() if is_owned(tensor)]:
+        raise ConfigError(
+            f"parameter {owned[0]} of the model belongs to another engine, and a model has one engine at a time: close "
+            "an engine for inference first; of a model that is or was trained, pass a new instance"
+        )
     if wanted is torch.float32 and any(p.dtype != torch.float32 for p in model.parameters()):
         model.float()
     parameters = list_parameters(model)

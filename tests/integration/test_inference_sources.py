@@ -1,0 +1,89 @@
+"""The model that an engine for inference takes, and the source of its weights and buffers, where processes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_client
+from tests.integration.support.daemon import Daemon
+from trainer_client.errors import ConfigError
+
+INPUTS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Shifted(nn.Module):
+    """A layer with a buffer that its state dict does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+        self.register_buffer("shift", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.shift.copy_(torch.arange(8.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.weight + self.shift
+
+
+def model_of(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), Shifted(), nn.Linear(8, 2))
+
+
+def config_for(address: str, job: str, **section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "paramserver": {"address": address, "job": job} | section,
+    }
+
+
+def opened(model: nn.Module, config: dict[str, Any]) -> trainer_client.InferenceEngine:
+    engine: Any = trainer_client.initialize(model=model, config=config)[0]
+    assert isinstance(engine, trainer_client.InferenceEngine)
+    return engine
+
+
+def output_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = model(INPUTS)
+    return output
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Daemon(tmp_path_factory.mktemp("inference") / "state") as daemon:
+        yield daemon.address
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+def test_a_model_has_one_engine_at_a_time(address: str) -> None:
+    model = model_of()
+    inference = {"host_bytes": 0}
+    with opened(model, config_for(address, "one", inference=inference)):
+        for config in (config_for(address, "two"), config_for(address, "two") | {"zero_optimization": {"stage": 1}}):
+            with pytest.raises(ConfigError, match="belongs to an open engine for inference"):
+                trainer_client.initialize(model=model, config=config)
+        with pytest.raises(ConfigError, match="belongs to an open engine for inference"):
+            trainer_client.initialize(
+                model=model,
+                config=config_for(address, "two") | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            )
+        with pytest.raises(ConfigError, match="one engine at a time"):
+            trainer_client.init_inference(model, paramserver={"address": address, "job": "two"})
+    with opened(model_of(2), config_for(address, "two")):
+        pass
+    # After the end of its engine a model may have the weights of another job, or of a later step.
+    with opened(model, config_for(address, "two")) as engine:
+        expected = model_of(2)
+        assert torch.equal(output_of(engine), output_of(expected))
+        for state in (engine.full_state_dict(), model.state_dict()):
+            assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
