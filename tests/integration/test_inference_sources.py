@@ -87,3 +87,11 @@ def test_a_model_has_one_engine_at_a_time(address: str) -> None:
         assert torch.equal(output_of(engine), output_of(expected))
         for state in (engine.full_state_dict(), model.state_dict()):
             assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+def test_a_process_that_a_launcher_has_numbered_puts_the_model_into_the_store(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with trainer_client.init_inference(model_of(3), paramserver={"address": address, "job": "numbered"}) as engine:
+        assert torch.equal(output_of(engine), output_of(model_of(3)))

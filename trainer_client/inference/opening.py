@@ -149,7 +149,8 @@ def _read(
             strict_weights=initial.strict_weights,
         )
         if is_missing:
-            writes = local_rank == 0 and not is_there
+            # A launcher numbers the processes of a node although each may be alone, without a process group.
+            writes = (local_rank == 0 or collectives.world_size == 1) and not is_there
             put(client, section.job, parameters, dtypes, values, collectives, is_writer=writes)
     if is_there:
         log.info("job %r is in the store already: its weights count, and not those of the model", section.job)
