@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
+from tests.integration.support.waiting import wait_until
 from trainer_client.errors import ConfigError
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.types import TensorSpec
 
 INPUTS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -95,3 +99,26 @@ def test_a_process_that_a_launcher_has_numbered_puts_the_model_into_the_store(
     monkeypatch.setenv("LOCAL_RANK", "1")
     with trainer_client.init_inference(model_of(3), paramserver={"address": address, "job": "numbered"}) as engine:
         assert torch.equal(output_of(engine), output_of(model_of(3)))
+
+
+def test_a_process_goes_on_where_another_one_has_ended_without_a_commit(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    specs = {"weight": TensorSpec(shape=(4,), dtype=torch.float32)}
+    outputs: list[torch.Tensor] = []
+
+    def run() -> None:
+        with opened(model_of(), config_for(address, "abandoned")) as engine:
+            outputs.append(output_of(engine))
+
+    with StoreClientSync.connect(address) as client:
+        writer = client.open("abandoned", specs)
+        waiting = threading.Thread(target=run, daemon=True)
+        waiting.start()
+        wait_until(lambda: "another process is putting job 'abandoned'" in caplog.text)
+        writer.close()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        (output,) = outputs
+        assert torch.equal(output, output_of(model_of()))

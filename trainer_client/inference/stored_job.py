@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 import torch
@@ -18,13 +18,14 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import TensorSpec
+from trainer_client.store_client.writer import StoreWriterSync
 
 log = logging.getLogger(__name__)
 
 # The most seconds to wait for another process that puts the same model into the store, and the seconds between two
 # looks.
 _OTHER_WRITER_SECONDS = 1800.0
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.5
 
 
 def newest_step(client: StoreClientSync, job: str) -> int | None:
@@ -63,18 +64,11 @@ def put(
         for parameter, dtype in zip(parameters, dtypes, strict=True)
         if parameter.shape.numel()
     }
-    writer = None
+    is_alone = collectives.world_size == 1
+    # Other ranks wait for this one at the first value, so it must not wait for one of them before.
+    writer = _open_writer(client, job, specs, waits=is_alone) if is_writer else None
     try:
-        if is_writer:
-            try:
-                writer = client.open(job, specs)
-            except JobConflictError:
-                log.info("another process is putting job %r into the store", job)
-            if writer is not None and writer.step is not None:
-                # Another process has committed the model since this process looked.
-                writer.close()
-                writer = None
-        if writer is not None or collectives.world_size > 1:
+        if writer is not None or not is_alone:
             for parameter, dtype in zip(parameters, dtypes, strict=True):
                 whole = values.whole(parameter)
                 if writer is not None and parameter.fqn in specs:
@@ -89,14 +83,46 @@ def put(
     collectives.any_rank([False], "the end of the model's import")
 
 
+def _open_writer(
+    client: StoreClientSync, job: str, specs: Mapping[str, TensorSpec], *, waits: bool
+) -> StoreWriterSync | None:
+    """Return a writer of the job; None if another process has committed the model, or is about to.
+
+    With `waits`, wait until the other process has committed the model. If it ends without that, this process is the
+    writer. It can raise StoreTimeoutError.
+    """
+    deadline = time.monotonic() + _OTHER_WRITER_SECONDS
+    is_told = False
+    while newest_step(client, job) is None:
+        try:
+            writer = client.open(job, specs)
+        except JobConflictError:
+            if not is_told:
+                log.info("another process is putting job %r into the store", job)
+            is_told = True
+        else:
+            if writer.step is None:
+                return writer
+            writer.close()
+        if not waits:
+            return None
+        _pause(job, deadline)
+    return None
+
+
 def _wait_for_step(client: StoreClientSync, job: str) -> None:
     """Wait until another process has committed the job's first step. It can raise StoreTimeoutError."""
     deadline = time.monotonic() + _OTHER_WRITER_SECONDS
     while newest_step(client, job) is None:
-        if time.monotonic() > deadline:
-            raise StoreTimeoutError(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"another client has had job {job!r} open for {_OTHER_WRITER_SECONDS:g} s without a commit; end it, or "
-                "name another job",
-            )
-        time.sleep(_LOOK_SECONDS)
+        _pause(job, deadline)
+
+
+def _pause(job: str, deadline: float) -> None:
+    """Sleep until the next look. Raise StoreTimeoutError after the deadline, which is a time of time.monotonic()."""
+    if time.monotonic() > deadline:
+        raise StoreTimeoutError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            f"another client has had job {job!r} open for {_OTHER_WRITER_SECONDS:g} s without a commit; end it, or "
+            "name another job",
+        )
+    time.sleep(_LOOK_SECONDS)
