@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import trainer_client
@@ -122,3 +124,17 @@ def test_a_process_goes_on_where_another_one_has_ended_without_a_commit(
         assert not waiting.is_alive()
         (output,) = outputs
         assert torch.equal(output, output_of(model_of()))
+
+
+def test_values_that_files_lack_make_another_job(address: str, tmp_path: Path) -> None:
+    state = model_of().state_dict()
+    save_file({name: value for name, value in state.items() if name.startswith("0.")}, tmp_path / "model.safetensors")
+    jobs = set()
+    for seed in (4, 5, 4):
+        model = trainer_client.load_checkpoint_and_dispatch(model_of(seed), tmp_path, paramserver={"address": address})
+        expected = model_of(seed)
+        expected.load_state_dict(state | expected.state_dict() | {n: v for n, v in state.items() if n[0] == "0"})
+        assert torch.equal(output_of(model), output_of(expected))
+        jobs.add(model.paramserver_engine.job)
+        model.paramserver_engine.close()
+    assert len(jobs) == 2

@@ -275,7 +275,7 @@ def _open(
     section = dict(paramserver or {})
     dtypes = sorted({str(wanted or parameter.tensor.dtype) for parameter in parameters})
     if "job" not in section:
-        section["job"] = _job_name(parameters, checkpoint, dtypes)
+        section["job"] = _job_name(model, parameters, checkpoint, dtypes)
     has_daemon = bool(section.get("address") or os.environ.get(ADDRESS_VARIABLE))
     if not has_daemon and "host_budget" not in section:
         itemsize = (lambda p: wanted.itemsize) if wanted else (lambda p: p.tensor.dtype.itemsize)
@@ -315,7 +315,9 @@ def _budget(model_bytes: int) -> int:
     return min(model_bytes * 5 // 4 + (64 << 20), machine // 2)
 
 
-def _job_name(parameters: Sequence[ModelParameter], checkpoint: str | Path | None, dtypes: Sequence[str]) -> str:
+def _job_name(
+    model: nn.Module, parameters: Sequence[ModelParameter], checkpoint: str | Path | None, dtypes: Sequence[str]
+) -> str:
     """Return a name that follows from the weights, so that processes with the same weights share one job.
 
     Raises:
@@ -324,18 +326,23 @@ def _job_name(parameters: Sequence[ModelParameter], checkpoint: str | Path | Non
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr([(p.fqn, tuple(p.shape)) for p in parameters]).encode())
     digest.update(repr(dtypes).encode())
+    from_files: set[int] = set()
     if checkpoint is not None:
-        for path in sorted({tensor.path.resolve() for tensor in Weights(checkpoint).tensors.values()}):
+        stored = Weights(checkpoint).tensors
+        for path in sorted({tensor.path.resolve() for tensor in stored.values()}):
             status = path.stat()
             digest.update(repr((str(path), status.st_size, status.st_mtime_ns, status.st_ino)).encode())
-        return f"inference-{digest.hexdigest()}"
+        from_files = {id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False) if name in stored}
     for parameter in parameters:
+        if id(parameter.tensor) in from_files:
+            continue
         tensor = parameter.tensor.detach()
-        if tensor.is_meta:
+        if not tensor.is_meta:
+            values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().data)
+        elif checkpoint is None:
             raise ConfigError(
                 f"parameter {parameter.fqn} is on the meta device: pass checkpoint=, or the stored job as "
                 "paramserver={'job': NAME}"
             )
-        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(values.numpy().data)
     return f"inference-{digest.hexdigest()}"
