@@ -138,3 +138,14 @@ def test_values_that_files_lack_make_another_job(address: str, tmp_path: Path) -
         jobs.add(model.paramserver_engine.job)
         model.paramserver_engine.close()
     assert len(jobs) == 2
+
+
+def test_a_buffer_on_the_meta_device_is_made_by_its_module(address: str) -> None:
+    state = model_of().state_dict()
+    for _ in range(2):
+        with torch.device("meta"):
+            model = model_of()
+        # The parameters have values afterwards, and the buffer has none, because the state does not have it.
+        model.load_state_dict(state, assign=True)
+        with opened(model, config_for(address, "meta")) as engine:
+            assert torch.equal(output_of(engine), output_of(model_of()))

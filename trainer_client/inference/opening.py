@@ -138,7 +138,8 @@ def _read(
     if section.resume == "never" and is_there:
         raise ConfigError(f"paramserver.resume is 'never', and the store has job {section.job!r} already")
     (is_missing,) = collectives.any_rank([not is_there], "the look for the stored model")
-    (is_meta,) = collectives.any_rank([any(p.tensor.is_meta for p in parameters)], "the look at the model")
+    tensors = (*model.parameters(), *model.buffers())
+    (is_meta,) = collectives.any_rank([any(tensor.is_meta for tensor in tensors)], "the look at the model")
     if is_missing or is_meta or initial.weights is not None:
         values = InitialValues(
             model,
