@@ -20,6 +20,8 @@ from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import TensorSpec
 
 INPUTS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+# A commit has at most 256 KiB of buffers.
+LARGE = (256 << 10) // 4 + 1
 
 
 class Shifted(nn.Module):
@@ -149,3 +151,18 @@ def test_a_buffer_on_the_meta_device_is_made_by_its_module(address: str) -> None
         model.load_state_dict(state, assign=True)
         with opened(model, config_for(address, "meta")) as engine:
             assert torch.equal(output_of(engine), output_of(model_of()))
+
+
+def test_buffers_that_a_commit_does_not_have_are_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    def with_buffers(sizes: dict[str, int]) -> nn.Module:
+        model = model_of()
+        for name, size in sizes.items():
+            model[1].register_buffer(name, torch.zeros(size))
+        return model
+
+    config = config_for(address, "buffers") | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    sizes = {"changed": 3, "large": LARGE}
+    trainer_client.initialize(model=with_buffers(sizes), config=config)[0].close()
+    with opened(with_buffers(sizes | {"changed": 4}), config_for(address, "buffers")):
+        assert "the stored buffer '1.changed' of shape [3] is not in this model" in caplog.text
+        assert "no values of 1 buffers, which are too large for a commit (1.large)" in caplog.text

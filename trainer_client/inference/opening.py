@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 # eighth.
 _OWN_SHARE = 13 / 16
 _COMMON_SHARE = 3 / 4
+# The most buffers that a warning names.
+_SHOWN_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,17 @@ def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) 
     """Give the buffers the values that a trainer has committed, and bring all of them to the device."""
     known = dict(model.named_buffers(remove_duplicate=False))
     for name, values in weights.buffers.items():
-        if name in known and known[name].shape == values.shape:
-            known[name].copy_(values)
+        if name not in known or known[name].shape != values.shape:
+            log.warning("the stored buffer %r of shape %s is not in this model", name, list(values.shape))
+            continue
+        known[name].copy_(values)
+    if larger := [name for name in weights.left_out if name in known]:
+        log.warning(
+            "step %d of job %r has no values of %d buffers, which are too large for a commit (%s%s): the model "
+            "computes with those of the files, or with its own",
+            *(weights.step, weights.job, len(larger)),
+            *(", ".join(larger[:_SHOWN_BUFFERS]), ", ..." if larger[_SHOWN_BUFFERS:] else ""),
+        )
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:

@@ -181,6 +181,7 @@ class StepWeights:
         tensors: the step's parameters by name.
         aliases: for each further name of a tied parameter, the parameter's name in `tensors`.
         buffers: the buffers that the trainer has committed with the step, by name.
+        left_out: the names of the buffers, and of other entries of the state dict, that the commit has not.
     """
 
     def __init__(self, client: StoreClientSync, job: str, step: int | None, device: torch.device) -> None:
@@ -207,6 +208,7 @@ class StepWeights:
         model = self._committed_model()
         self.aliases: Mapping[str, str] = model.get("aliases", {})
         self.buffers: Mapping[str, torch.Tensor] = model.get("buffers", {})
+        self.left_out: tuple[str, ...] = tuple(model.get("left_out", ()))
 
     def _committed_model(self) -> Mapping[str, Any]:
         """Return the names and buffers in a trainer's commit; an empty mapping if no trainer has committed the step."""
