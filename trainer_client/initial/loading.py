@@ -129,11 +129,14 @@ class Weights:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tensors: dict[str, FileTensor] = {}
-        for file, names in _files(self.path).items():
+        files = _files(self.path)
+        listed = {name: file for file, names in files.items() for name in names or ()}
+        for file, names in files.items():
             header = _read_header(file)
             if names is not None and (absent := [name for name in names if name not in header]):
                 raise ConfigError(f"weights {file} has no tensor {absent[0]!r}, which the index beside it says it has")
-            self.tensors |= header
+            # Another file may have a tensor, too, as a file of a former export does. The index says which one counts.
+            self.tensors |= {name: tensor for name, tensor in header.items() if listed.get(name, file) == file}
 
     def match(
         self, wanted: Sequence[tuple[str, torch.Tensor]], keys: Mapping[int, int], *, strict: bool

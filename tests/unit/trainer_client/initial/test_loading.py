@@ -121,3 +121,14 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path: Path) -> N
     index.write_text("[]")
     with pytest.raises(ConfigError, match="not an index"):
         Weights(tmp_path)
+
+
+def test_the_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "first.safetensors")
+    save_file({"b": torch.zeros(3), "a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path / "second.safetensors")
+    for files in ({"a": "first", "b": "second"}, {"b": "second", "a": "first"}, {"a": "second", "b": "first"}):
+        weight_map = {name: f"{file}.safetensors" for name, file in files.items()}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        tensors = Weights(tmp_path).tensors
+        assert {name: tensors[name].path.stem for name in files} == files
+        assert "c" in tensors, "a tensor that the index does not list is found, too"
