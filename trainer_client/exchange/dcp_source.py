@@ -256,7 +256,15 @@ class _Files:
         entry = self._metadata.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise ImportCheckpointError(f"{self._directory}: the entry {key!r} is no tensor")
-        return _Chunks(self, key, tuple(entry.size), entry.properties.dtype)
+        dtype = entry.properties.dtype
+        for chunk in self.chunks(key):
+            _, _, nbytes = self._locate(chunk.index)
+            # Without this look, a small file could make the import prepare for a tensor of any size.
+            if math.prod(chunk.sizes) * dtype.itemsize > nbytes:
+                raise ImportCheckpointError(
+                    f"{self._directory}: the chunk of {key!r} at {list(chunk.offsets)} has fewer bytes than elements"
+                )
+        return _Chunks(self, key, tuple(entry.size), dtype)
 
     def chunks(self, key: str) -> list[_Chunk]:
         if key not in self._of_key:
@@ -340,17 +348,25 @@ class _Files:
             raise ImportCheckpointError(f"{self._directory / DCP_METADATA} does not say where {index.fqn!r} is")
         return info
 
-    def _load(self, index: MetadataIndex) -> Any:
+    def _locate(self, index: MetadataIndex) -> tuple[Path, int, int]:
+        """Return the file, the first byte and the length of an entry. It can raise ImportCheckpointError."""
         info = self._place(index)
         path = self._directory / name_within(info.relative_path, self._directory / DCP_METADATA)
         try:
             size = path.stat().st_size
             if not 0 <= info.offset <= info.offset + info.length <= size:
                 raise ValueError(f"{info.length} bytes from {info.offset} on leave the file of {size}")
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                content = file.read(info.length)
         except (OSError, ValueError, TypeError) as error:
+            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from error
+        return path, info.offset, info.length
+
+    def _load(self, index: MetadataIndex) -> Any:
+        path, offset, length = self._locate(index)
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = file.read(length)
+        except (OSError, ValueError) as error:
             raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from error
         return torch_files.load_embedded(content, f"{path}: {index.fqn!r}")
 

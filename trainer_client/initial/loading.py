@@ -8,6 +8,7 @@ than one piece of a tensor.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,13 @@ class Weights:
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
     """Return the files, each with the names that the index lists for it; with None if there is no index."""
+    try:
+        return _listed_files(path)
+    except OSError as error:
+        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
+
+
+def _listed_files(path: Path) -> dict[Path, list[str] | None]:
     if path.is_file():
         return {path: None}
     index = path / _INDEX_NAME
@@ -236,8 +244,11 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int)
         shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
         if min(shape, default=0) < 0:
             raise ValueError("a negative size")
+        if not (isinstance(first, int) and isinstance(last, int)):
+            raise ValueError("offsets that are no integers")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from error
-    if not 0 <= first <= last <= end - data or last - first != shape.numel() * dtype.itemsize:
+    # The product of torch's own integers may overflow, and could then fit.
+    if not 0 <= first <= last <= end - data or last - first != math.prod(shape) * dtype.itemsize:
         raise ConfigError(f"weights {path}: tensor {name!r} has offsets {first}:{last} that do not fit it or the file")
     return FileTensor(path=path, name=name, dtype=dtype, shape=shape, first_byte=data + first)

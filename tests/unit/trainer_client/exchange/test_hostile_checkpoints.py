@@ -199,6 +199,11 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
     def larger(metadata: Metadata) -> None:
         metadata.state_dict_metadata["model.weight"].size = torch.Size((1 << 30, 6))
 
+    def large_chunk(metadata: Metadata) -> None:
+        weight: Any = metadata.state_dict_metadata["model.weight"]
+        weight.size = torch.Size((1 << 50, 6))
+        weight.chunks[0].sizes = weight.size
+
     def past_the_end(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():
             info.length = 1 << 40
@@ -212,6 +217,9 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
         open_dcp(changed("outside", to_outside), verify=False)
     with pytest.raises(ImportCheckpointError, match="have 24 elements, and the tensor"):
         open_dcp(changed("larger", larger), verify=False)
+    # An import would cut the tensor into pieces before it reads one.
+    with pytest.raises(ImportCheckpointError, match="has fewer bytes than elements"):
+        open_dcp(changed("large chunk", large_chunk), verify=False)
     with pytest.raises(ImportCheckpointError, match="does not say where"):
         read_all(open_dcp(changed("nowhere", lambda metadata: metadata.storage_data.clear()), verify=False))
     with pytest.raises(ImportCheckpointError, match="leave the file"):

@@ -132,3 +132,28 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
         tensors = Weights(tmp_path).tensors
         assert {name: tensors[name].path.stem for name in files} == files
         assert "c" in tensors, "a tensor that the index does not list is found, too"
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [
+        # The number of elements is a multiple of 2 ** 64.
+        ([1 << 62, 4], [0, 0]),
+        ([10**30], [0, 16]),
+        ([4], [0.0, 16.0]),
+        ([4], ["0", "16"]),
+    ],
+)
+def test_a_size_or_a_place_that_is_no_number_of_bytes_is_refused(
+    tmp_path: Path, shape: list[int], offsets: list[object]
+) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(ConfigError, match=r"do not fit it or the file|is not understood"):
+        Weights(path)
+
+
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        Weights(tmp_path / ("x" * 300))
