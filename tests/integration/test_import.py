@@ -13,7 +13,7 @@ from typing import Any, get_args
 import fsspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -360,6 +360,16 @@ def test_low_precision_weights_stay_as_they_are_and_urls_are_read(address: str, 
                     "b": {"param": dtype},
                 }
                 assert torch.equal(reader.get("a"), weights["a"].to(dtype))
+
+
+def test_a_parameter_without_elements_is_exported_from_an_imported_job(address: str, tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3), "empty": torch.zeros(0, 4), "b": torch.randn(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    import_checkpoint(address, "empty", tmp_path)
+    export_step(address, "empty", None, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
 
 
 def test_the_memory_of_an_import_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:

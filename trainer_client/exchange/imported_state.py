@@ -59,6 +59,8 @@ def encode_state(
             "aliases": {alias: fqn for alias, fqn in checkpoint.aliases.items() if fqn in names},
             "buffers": kept,
             "left_out": left_out,
+            # A store has no elements of these parameters, so it does not list them.
+            "empty": {t.name: torch.empty(t.shape, dtype=t.weight.dtype) for t in tensors if not t.numel},
         },
         "user": checkpoint.user,
         "made_at": time.time(),
