@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from typer.testing import CliRunner
 
 import trainer_client
+from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
-from tests.integration.support.daemon import MIB, Daemon
+from tests.integration.support.daemon import MIB, Daemon, admin_of
 from tests.integration.support.forked import ROOT, Forked
 from tests.integration.support.model_runs import config_of, optimizer_of, start
 from tests.integration.support.ranks import run_ranks
@@ -558,6 +559,24 @@ def test_the_stores_of_all_nodes_give_one_export(tmp_path: Path) -> None:
             expected = reference_of(layout).states(0)
             masters = {fqn: value for (_, fqn, kind), value in expected.items() if kind is Kind.MASTER}
             assert differing(found, masters) == []
+
+
+def test_stores_that_keep_different_steps_under_one_name_are_refused(tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        addresses = [opened.enter_context(Daemon(tmp_path / f"state-{node}")).address for node in range(2)]
+        for newest, address in enumerate(addresses):
+            with (
+                StoreClientSync.connect(address) as client,
+                client.open("kept", {"weight": torch.zeros(4)}) as writer,
+                admin_of(address) as admin,
+            ):
+                for step in range(newest + 1):
+                    writer.put({"weight": torch.full((4,), float(step))})
+                    writer.commit()
+                admin.KeepStep(admin_pb.KeepStepRequest(job="kept", name="best"), timeout=10)
+        with pytest.raises(StoreNotFoundError, match=r"different steps .*'best' \(0 at .*, 1 at .*\): keep one step"):
+            export_step(addresses, "kept", None, tmp_path / "export", kept="best")
+        assert export_step(addresses[1], "kept", None, tmp_path / "export", kept="best").step == 1
 
 
 def test_sigterm_leaves_nothing(tmp_path: Path) -> None:

@@ -307,14 +307,21 @@ def open_model(
                 )
             )
             try:
-                for part in origin.parts():
-                    origin.step = part.reader.step
+                steps = [part.reader.step for part in origin.parts()]
             except StoreNotFoundError:
                 # The trainer has committed further steps since the choice, and a store no longer has the chosen step.
                 # Choose again.
                 if step is not None or kept is not None or time.monotonic() > deadline:
                     raise
                 continue
+            if len(set(steps)) > 1:
+                kept_there = ", ".join(f"{number} at {address}" for address, number in zip(stores, steps, strict=True))
+                raise StoreNotFoundError(
+                    grpc.StatusCode.NOT_FOUND,
+                    f"the stores keep different steps of job {printable(job)!r} under the name {kept!r} "
+                    f"({kept_there}): keep one step under this name in all of them",
+                )
+            origin.step = steps[0]
             yield StoredModel(origin, on_read)
             return
 
