@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -387,6 +388,17 @@ def test_the_thread_of_an_export_has_a_lower_priority_than_its_caller(trained: T
     pending.persisted.result(60)
     assert niceness == min(own + 10, 19)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+def test_an_export_goes_on_where_priorities_cannot_be_changed(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    pending = begin_export(trained.address, JOB, None, tmp_path / "export")
+    assert pending.persisted.result(60).step == STEPS
 
 
 def test_an_engine_exports_a_step_while_it_trains(trained: Trained, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack, get_args
@@ -245,7 +245,9 @@ def begin_export(
 
     def run() -> None:
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _MORE_NICE)
+        # Where a sandbox forbids it, the export has the priority of its caller.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _MORE_NICE)
         try:
             result = export_step(
                 *(store, job, step, destination), on_accepted=accept, on_staged=pending.staged.set_result, **options
