@@ -509,6 +509,20 @@ def test_the_command_says_what_is_wrong(trained: Trained, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "there"]
 
 
+@pytest.mark.parametrize("name", [b"two\nlines", b"back\\slash", b"caf\xe9.json"])
+def test_a_file_that_checksums_cannot_name_is_refused_at_once(trained: Trained, tmp_path: Path, name: bytes) -> None:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with" / os.fsdecode(name)).write_text("a configuration")
+    read: list[Progress] = []
+    with pytest.raises(trainer_client.ConfigError, match="does not fit into a line: rename it"):
+        export_step(
+            *(trained.address, JOB, None, tmp_path / "export"),
+            extra_files=[tmp_path / "with"],
+            on_progress=read.append,
+        )
+    assert not read and not (tmp_path / "export").exists()
+
+
 def test_the_commands_and_the_script_of_the_page_run(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

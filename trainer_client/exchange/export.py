@@ -22,7 +22,7 @@ import torch
 from paramserver.contract.printable import printable
 from trainer_client.errors import ConfigError, ExportError
 from trainer_client.exchange.adapter_format import adapter_tensors, write_adapter
-from trainer_client.exchange.destination import Destination, WrittenFile, open_destination
+from trainer_client.exchange.destination import CHECKSUMS, Destination, WrittenFile, open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, OptimizerStates, StoredModel, open_model
 from trainer_client.exchange.torch_format import write_fp32
@@ -41,7 +41,7 @@ _MORE_NICE = 10
 # Files beside a model that are weights or name weights. They are not copied with its config and its tokenizer.
 _WEIGHT_FILES = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.distcp"),
-    *("*.index.json", "SHA256SUMS", ".*"),
+    *("*.index.json", CHECKSUMS, ".*"),
 )
 
 
@@ -312,20 +312,38 @@ def _tensors_of(states: OptimizerStates | None) -> list[ModelTensor]:
 
 
 def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files to be copied. Raise ConfigError if one does not exist."""
+    """Return the files to be copied.
+
+    Raise ConfigError if one does not exist, or has a name that the list of checksums cannot have.
+    """
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            files += [
-                file
-                for file in sorted(path.iterdir())
-                if file.is_file() and not any(fnmatch.fnmatch(file.name, pattern) for pattern in _WEIGHT_FILES)
-            ]
+            files += [file for file in sorted(path.iterdir()) if file.is_file() and not _is_weight_file(file)]
         elif path.is_file():
             files.append(path)
         else:
             raise ConfigError(f"{path} is neither a file nor a directory, so it cannot be copied into the export")
+    for file in files:
+        if not _fits_a_line(file.name):
+            raise ConfigError(
+                f"{str(file)!r} cannot be copied into the export, because {CHECKSUMS} has a line for each file, and "
+                "its name does not fit into a line: rename it"
+            )
     return files
+
+
+def _fits_a_line(name: str) -> bool:
+    """Return whether the list of checksums can have a name. A backslash has another meaning there."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\\" not in name and name.splitlines() == [name]
+
+
+def _is_weight_file(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in _WEIGHT_FILES)
 
 
 class _ProgressCount:
