@@ -498,6 +498,7 @@ def test_the_command_says_what_is_wrong(trained: Trained, tmp_path: Path) -> Non
     assert "has no optimizer states" in run_cli(*export, "--optimizer", code=2)
     assert "whose weights are fp32" in run_cli(*export, "--format", "deepspeed-fp32", "--dtype", "bf16", code=2)
     assert "neither a file nor a directory" in run_cli(*export, "--with", tmp_path / "no", code=2)
+    assert "File name too long" in run_cli(*export, "--with", tmp_path / ("x" * 300), code=2)
     assert "exists: choose another name" in run_cli(*export[:-1], there, code=1)
     assert "is not an export" in run_cli(*export[:-1], there, "--overwrite", code=1)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "there"]

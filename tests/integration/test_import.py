@@ -408,6 +408,7 @@ def test_the_command_says_what_is_wrong_and_what_was_done(address: str, tmp_path
     command: list[str | Path] = ["--address", address, "--job", "by command", tmp_path]
     assert "--address" in run_cli("--job", "x", tmp_path, code=2)
     assert "does not exist" in run_cli(*command[:-1], tmp_path / "no", code=2)
+    assert "File name too long" in run_cli(*command[:-1], tmp_path / ("x" * 300), code=2)
     assert "no URL that fsspec can read" in run_cli(*command[:-1], "nowhere://bucket/there", code=2)
     assert "matches no name" in run_cli(*command, "--exclude", "head.*", code=2)
     assert "durability 'often'" in run_cli(*command, "--durability", "often", code=2)

@@ -318,12 +318,15 @@ def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            files += [file for file in sorted(path.iterdir()) if file.is_file() and not _is_weight_file(file)]
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise ConfigError(f"{path} is neither a file nor a directory, so it cannot be copied into the export")
+        try:
+            if path.is_dir():
+                files += [file for file in sorted(path.iterdir()) if file.is_file() and not _is_weight_file(file)]
+            elif path.is_file():
+                files.append(path)
+            else:
+                raise ConfigError(f"{path} is neither a file nor a directory, so it cannot be copied into the export")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be copied into the export: {error.strerror}") from error
     for file in files:
         if not _fits_a_line(file.name):
             raise ConfigError(

@@ -39,7 +39,11 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
     text = os.fspath(source)
     if "://" not in text or text.startswith("file://"):
         path = Path(text.removeprefix("file://"))
-        if not path.exists():
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            raise ConfigError(f"{text} cannot be read: {error.strerror}") from error
+        if not is_there:
             raise ConfigError(f"{text} does not exist")
         yield path
         return
