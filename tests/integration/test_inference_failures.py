@@ -231,3 +231,29 @@ def test_a_request_ahead_that_failed_is_made_again(store: Daemon) -> None:
         held = weights.finish(unit.plan, fetch)
         assert held.tensors.keys() == {place.tensor.fqn for place in unit.plan.places}
         weights.release(held)
+
+
+def test_two_threads_may_ask_for_all_weights_at_once(store: Daemon) -> None:
+    with opened(store.address, FEW_BYTES) as engine:
+        states: list[dict[str, torch.Tensor]] = []
+        inner: list[threading.Thread] = []
+
+        def ask() -> None:
+            states.append(engine.full_state_dict())
+
+        def ask_within(*_: Any) -> None:
+            # The second thread begins and ends within the first one's look at the names.
+            if not inner:
+                inner.append(threading.Thread(target=ask))
+                inner[0].start()
+                inner[0].join(30)
+
+        handle = engine.module.register_state_dict_pre_hook(ask_within)
+        ask()
+        handle.remove()
+        assert len(states) == 2
+        with pytest.raises(RuntimeError, match=r"engine\.full_state_dict"):
+            engine.module.state_dict()
+    # The model refuses nothing for an engine that is closed.
+    engine.module.state_dict(keep_vars=True)
+    assert not engine.module._state_dict_pre_hooks

@@ -160,14 +160,9 @@ class InferenceEngine(EngineGetters):
                 if tensor is None
                 else weights.read(tensor, parameter.tensor.dtype, torch.device("cpu"))
             )
-        self._refusal.remove()
-        try:
-            names = self.module.state_dict(keep_vars=True)
-        finally:
-            self._refusal = self.module.register_state_dict_pre_hook(self._refuse_released)
         return {
             name: copies[id(entry)] if id(entry) in copies else entry.detach().cpu().clone()
-            for name, entry in names.items()
+            for name, entry in self.module.state_dict(keep_vars=True).items()
             if isinstance(entry, torch.Tensor)
         }
 
@@ -234,8 +229,8 @@ class InferenceEngine(EngineGetters):
             raise RuntimeError("the engine for inference is closed")
 
     def _refuse_released(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Refuse `state_dict()` while some weights are not in memory."""
-        if self._parts.residency.streams:
+        """Refuse `state_dict()` while some weights are not in memory, unless the caller wants the parameters."""
+        if self._parts.residency.streams and not keep_vars:
             raise RuntimeError(
                 "not all of the model's weights are in memory: call engine.full_state_dict() instead of state_dict()"
             )
