@@ -153,6 +153,24 @@ def test_a_buffer_on_the_meta_device_is_made_by_its_module(address: str) -> None
             assert torch.equal(output_of(engine), output_of(model_of()))
 
 
+def test_a_buffer_on_the_meta_device_has_the_value_in_the_files(address: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        # No function of the model sets this buffer.
+        model[0].register_buffer("scale", torch.full((2,), 7.0))
+        return model
+
+    torch.manual_seed(1)
+    full = build()
+    save_file(full.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = build()
+    trainer_client.load_checkpoint_and_dispatch(model, tmp_path, paramserver={"address": address})
+    assert torch.equal(model[0].scale, full[0].scale)
+    assert torch.equal(output_of(model), output_of(full))
+    model.paramserver_engine.close()
+
+
 def test_buffers_that_a_commit_does_not_have_are_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
     def with_buffers(sizes: dict[str, int]) -> nn.Module:
         model = model_of()

@@ -247,13 +247,18 @@ class InitialValues:
     def _fill_buffers(self, found: Found) -> None:
         """Give values to all buffers on the meta device, and to tensors with a recipe that are plain attributes."""
         known: dict[int, torch.Tensor] = {}
+        from_files = {id(self._model.get_buffer(name)) for name in found.buffers}
         for fqn, module in self._model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if not buffer.is_meta:
                     continue
                 if id(buffer) not in known:
-                    from_module = not recipe_of(buffer)
-                    known[id(buffer)] = self._module_init.tensors_of(fqn)[name] if from_module else replay(buffer)
+                    if id(buffer) in from_files:
+                        known[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                    elif recipe_of(buffer):
+                        known[id(buffer)] = replay(buffer)
+                    else:
+                        known[id(buffer)] = self._module_init.tensors_of(fqn)[name]
                 setattr(module, name, known[id(buffer)])
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and recipe_of(value):
