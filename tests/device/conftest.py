@@ -10,19 +10,18 @@ Without a C++ compiler the tests are skipped; with PARAMSERVER_REQUIRE_DEVICE=1 
 from __future__ import annotations
 
 import os
-import tempfile
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.device import lag, native_build
-from tests.integration.support.forked import Forked
 
 ON_DEVICE = "PARAMSERVER_ON_DEVICE"
 REQUIRED = "PARAMSERVER_REQUIRE_DEVICE"
-# The process is forked from one that has imported a module of pytest's plugins.
-ALREADY_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+ROOT = Path(__file__).parents[2]
 # A file's tests together, and the compilation.
 FILE_SECONDS = 1200
 
@@ -46,22 +45,20 @@ class RunOfFile(pytest.Item):
             if os.environ.get(REQUIRED):
                 pytest.fail(f"{error} ({REQUIRED} is set)", pytrace=False)
             pytest.skip(str(error))
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(self.path)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        with tempfile.TemporaryDirectory() as directory:
-            log = Path(directory) / "log"
-            run = Forked(
-                "tests.device.run_file",
-                ["-p", "no:cacheprovider", "-W", ALREADY_IMPORTED, str(self.path)],
-                # torch allows one kind of accelerator in a process.
-                environment=own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": ""},
-                log=log,
-            )
-            try:
-                code = run.wait()
-            finally:
-                run.kill()
-            if code != 0:
-                pytest.fail(f"exit code {code}\n{log.read_text()}", pytrace=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            # torch allows one kind of accelerator in a process.
+            env=own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            pytest.fail(f"exit code {done.returncode}\n{done.stdout}", pytrace=False)
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, f"{self.path.name}, on the device"
