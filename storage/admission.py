@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from storage.errors import BudgetExceededError
-from storage.gradients import Gradients
+from storage.gradients import Activation, Gradient, Gradients
 from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
 from storage.reader import StepReader
@@ -110,8 +110,8 @@ class Admission:
         if tier.is_durable:
             may_all = activations > 0 or not self._holds_all_gradients(host_budget_bytes)
             gradients = sum(_leaving_bytes(job, may_all=may_all) for job in active)
-            spills = max(0, gradients - self._gradients.spilled_bytes)
-            spills += max(0, activations - self._gradients.spilled_activation_bytes)
+            spills = max(0, gradients - self._gradients.taken_bytes(Gradient))
+            spills += max(0, activations - self._gradients.taken_bytes(Activation))
         shared = {
             region
             for reader in self.readers

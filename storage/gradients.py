@@ -194,8 +194,8 @@ class Gradients:
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes of the durable tier for spilled gradients and for spills under way, without activations."""
-        return self._region_bytes(Gradient)
+        """The bytes of the durable tier that hold spilled gradients, without activations."""
+        return sum(region.nbytes for region in self._regions_of(Gradient))
 
     def activation_bytes(self, job: str | None = None) -> int:
         """Return the bytes of the activations of a job, or of all jobs, wherever they are."""
@@ -212,12 +212,17 @@ class Gradients:
 
     @property
     def spilled_activation_bytes(self) -> int:
-        """The bytes of the durable tier for spilled activations and for spills under way."""
-        return self._region_bytes(Activation)
+        """The bytes of the durable tier that hold spilled activations."""
+        return sum(region.nbytes for region in self._regions_of(Activation))
 
-    def _region_bytes(self, kind: type[Parkable]) -> int:
-        regions = [(memory, memory.region) for memory in self._spilled] + list(self._writing.items())
-        return sum(region.nbytes for memory, region in regions if region is not None and isinstance(memory, kind))
+    def _regions_of(self, kind: type[Parkable]) -> Iterator[Region]:
+        spilled = (memory.region for memory in self._spilled if isinstance(memory, kind))
+        return (region for region in spilled if region is not None)
+
+    def taken_bytes(self, kind: type[Parkable]) -> int:
+        """Return the bytes that gradients, or activations, take of the durable tier, spills under way included."""
+        writing = {region for memory, region in self._writing.items() if isinstance(memory, kind)}
+        return sum(region.nbytes for region in writing.union(self._regions_of(kind)))
 
     async def allocate(self, job: str, key: SlabKey, group: Group, step: int) -> Gradient:
         """Wait for room in the arena, and return a gradient without values that a client may write to.
