@@ -66,13 +66,12 @@ def find_need(
     spilled = spilled_bytes(sizes, room) if spills else 0
     one_of_each_rank = spec.local_ranks * max(sizes, default=0)
     # A daemon that reserves room on NVMe for activations reserves it for all gradients, too.
-    placed = sum(tally.leaving_gradients)
-    leaving = tally.gradient_bytes if not fits or (spills and sizes) else placed
+    may_all = not fits or bool(spills and sizes)
     return StoreNeed(
         home_bytes=host.home_bytes,
         gradient_bytes=host.all_gradient_bytes if fits else host.gradient_bytes,
-        placed_gradient_bytes=placed,
-        spilled_gradient_bytes=placed if fits else tally.gradient_bytes,
+        placed_gradient_bytes=tally.leaving_gradient_bytes(may_all=False),
+        spilled_gradient_bytes=tally.leaving_gradient_bytes(may_all=not fits),
         boundary_bytes=sum(sizes),
         boundary_host_bytes=sum(sizes) - spilled,
         spilled_boundary_bytes=spilled,
@@ -88,7 +87,7 @@ def find_need(
         written_bytes=tally.by_backing[TierName.NVME],
         updated_bytes=updated[TierName.NVME],
         volatile_bytes=updated[None],
-        nvme_bytes=nvme + leaving + (sum(sizes) if spills else 0),
+        nvme_bytes=nvme + tally.leaving_gradient_bytes(may_all=may_all) + (sum(sizes) if spills else 0),
     )
 
 

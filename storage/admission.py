@@ -109,7 +109,7 @@ class Admission:
         spills = 0
         if tier.is_durable:
             may_all = activations > 0 or not self._holds_all_gradients(host_budget_bytes)
-            gradients = sum(_leaving_bytes(job, may_all=may_all) for job in active)
+            gradients = sum(job.tally.leaving_gradient_bytes(may_all=may_all) for job in active)
             spills = max(0, gradients - self._gradients.taken_bytes(Gradient))
             spills += max(0, activations - self._gradients.taken_bytes(Activation))
         shared = {
@@ -268,7 +268,7 @@ class Admission:
         nvme = sum(_need(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
         may_all = not self._holds_all_gradients() or host.total_without_spilling > (limit.host_bytes or math.inf)
-        nvme += sum(_leaving_bytes(layout, may_all=may_all) for layout in active)
+        nvme += sum(layout.tally.leaving_gradient_bytes(may_all=may_all) for layout in active)
         all_kept = self.kept_regions(names).union(kept)
         nvme += sum(region.nbytes for region in all_kept)
         if limit.counts_readers:
@@ -357,11 +357,6 @@ def _need(job: Job, tier: BackingTier[Any]) -> int:
     return job.tally.missing_bytes(
         tier.name, lambda backing: versions_needed(job.spec, backing, tier.name, is_durable=tier.is_durable)
     )
-
-
-def _leaving_bytes(job: Job, *, may_all: bool) -> int:
-    """Return the bytes of a job's gradients that may leave host memory: all, or those that are placed elsewhere."""
-    return job.tally.gradient_bytes if may_all else sum(job.tally.leaving_gradients)
 
 
 def _has_copies(job: Job) -> bool:

@@ -195,7 +195,7 @@ class Gradients:
     @property
     def spilled_bytes(self) -> int:
         """The bytes of the durable tier that hold spilled gradients, without activations."""
-        return sum(region.nbytes for region in self._regions_of(Gradient))
+        return self._region_bytes(Gradient)
 
     def activation_bytes(self, job: str | None = None) -> int:
         """Return the bytes of the activations of a job, or of all jobs, wherever they are."""
@@ -213,16 +213,16 @@ class Gradients:
     @property
     def spilled_activation_bytes(self) -> int:
         """The bytes of the durable tier that hold spilled activations."""
-        return sum(region.nbytes for region in self._regions_of(Activation))
+        return self._region_bytes(Activation)
 
-    def _regions_of(self, kind: type[Parkable]) -> Iterator[Region]:
+    def _region_bytes(self, kind: type[Parkable]) -> int:
         spilled = (memory.region for memory in self._spilled if isinstance(memory, kind))
-        return (region for region in spilled if region is not None)
+        return sum(region.nbytes for region in spilled if region is not None)
 
     def taken_bytes(self, kind: type[Parkable]) -> int:
         """Return the bytes that gradients, or activations, take of the durable tier, spills under way included."""
-        writing = {region for memory, region in self._writing.items() if isinstance(memory, kind)}
-        return sum(region.nbytes for region in writing.union(self._regions_of(kind)))
+        writing = (region.nbytes for memory, region in self._writing.items() if isinstance(memory, kind))
+        return self._region_bytes(kind) + sum(writing)
 
     async def allocate(self, job: str, key: SlabKey, group: Group, step: int) -> Gradient:
         """Wait for room in the arena, and return a gradient without values that a client may write to.
@@ -512,7 +512,7 @@ class Gradients:
                 self._writing[memory] = region
                 view = self._host.view(memory.arena_range)
                 await self._backing.durable.write_from(region, 0, view, Priority.UPDATE)
-                memory.region = region
+                memory.region = self._writing.pop(memory)
                 self._spilled.add(memory)
                 if isinstance(memory, Activation):
                     self.spilled_activations_ever += memory.nbytes

@@ -32,8 +32,8 @@ class HostNeed:
     home_bytes: int
     # The bytes of the largest gradients that the ranks can have at once without parking them.
     gradient_bytes: int
-    # The bytes of all gradients of a step that are placed in the host tier, and of the largest ones placed elsewhere
-    # that the ranks can have at once without parking them.
+    # The bytes of the gradients of a step that do not leave host memory if it has room: all that are placed there. Of
+    # those that are placed elsewhere, these bytes have the largest ones that ranks can have at once.
     all_gradient_bytes: int
     units: int
     # The bytes of the `units` largest units.
@@ -54,7 +54,7 @@ class HostNeed:
             home += tally.home_bytes
             if ranks:
                 gradients += sum(_largest(tally.gradients, gradients_of_a_rank * ranks))
-                all_gradients += tally.gradient_bytes - sum(tally.leaving_gradients)
+                all_gradients += tally.gradient_bytes - tally.leaving_gradient_bytes(may_all=False)
                 all_gradients += sum(_largest(tally.leaving_gradients, gradients_of_a_rank * ranks))
                 # Units that are placed in the host tier are not among these, because `home_bytes` has them.
                 leased = _largest(tally.passing, units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks)

@@ -145,6 +145,10 @@ class Tally:
             for sizes in self._gradient_lists(group):
                 del sizes[bisect.bisect_left(sizes, group.gradient_bytes)]
 
+    def leaving_gradient_bytes(self, *, may_all: bool) -> int:
+        """Return the bytes of the gradients that may leave host memory: all, or those placed on a backing tier."""
+        return self.gradient_bytes if may_all else sum(self.leaving_gradients)
+
     def _gradient_lists(self, group: Group) -> list[list[int]]:
         return [self.gradients, self.leaving_gradients] if group.gradient_leaves_host else [self.gradients]
 

@@ -171,7 +171,7 @@ class LeasedMemory:
 
     @property
     def can_park(self) -> bool:
-        return self._is_requested and self._store.asks_to_park
+        return self._is_requested and self._store.parking.is_wanted
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         if self._pending is not None and self._leased is None:
@@ -182,7 +182,7 @@ class LeasedMemory:
         if self._pending is not None:
             (self._leased,) = self._pending.wait()
             self._pending = None
-        if self._leased is None or self._is_parked or not (self._leased.asks_to_park or self._store.parks_all):
+        if self._leased is None or self._is_parked or not self._store.parking.wants(self._leased):
             return None
         is_sent = sent is not None and sent.is_same_lease(self._leased)
         parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
@@ -295,7 +295,7 @@ class StagedMemory:
         self._is_requested = True
         self._step = step
         # A sum that stays on the device needs no memory of the store yet.
-        if sends or not self._store.asks_to_park:
+        if sends or not self._store.parking.is_wanted:
             self._home.start(step)
 
     def fetch_ahead(self) -> None:

@@ -409,7 +409,7 @@ class Gradients:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
-        store.relieve = self._park_rest
+        store.parking.park_rest = self._park_rest
         # An accelerator computes all norms exactly.
         window = self._window = GradientWindow()
         norms = self._norms = Norms(exact=exact_norms or not on_host)

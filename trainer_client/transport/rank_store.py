@@ -7,7 +7,6 @@ fails that the caller does not wait for, the next call raises its error.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,6 +47,7 @@ from trainer_client.transport.journal import (
     publish,
 )
 from trainer_client.transport.later_commit import LaterCommits, LaterValues
+from trainer_client.transport.parking import Parking
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.pinning import Driver
 from trainer_client.transport.planes import LeasedBytes, Plane, check
@@ -58,8 +58,6 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 KEEPING_DEADLINE_SECONDS = 3600.0
 
 __all__ = ["GroupUpdate", "LaterValues", "RankStore", "SlabName", "Value"]
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -74,9 +72,7 @@ class RankStore:
     See [Note: attaching again] in attachments.py.
 
     Attributes:
-        parks_all: whether this rank parks all gradients that it does not use for a while, also those for which the
-            store has not asked.
-        relieve: is called to have them parked, on a thread that waits for a lease.
+        parking: which gradients this rank parks.
         activations: the leases for activations.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
@@ -111,10 +107,7 @@ class RankStore:
         trace_parent: TraceParent | None = None,
         on_rank_gone: OnRankGone = lambda _who, _is_closed: None,
     ) -> None:
-        # The groups whose gradient, when it was leased last, came with the request to park it.
-        self._to_park: set[str] = set()
-        self.parks_all = False
-        self.relieve: Callable[[], None] = lambda: None
+        self.parking = Parking()
         self._as_of_step: int | None = None  # None if reads see the newest version, committed or not.
         self.address = address
         self.credentials = credentials
@@ -457,22 +450,11 @@ class RankStore:
         return call
 
     def _relieve_if_pressed(self) -> bool:
-        """Have gradients parked if the daemon says that requests wait for room; return whether it does.
-
-        Where the host budget holds all gradients of a step, the store asks for none to be parked. But gradients and
-        other leases are ranges of many sizes that cannot be moved, so free bytes may be in holes that are too small,
-        and other clients may hold leases for long. The store spills what is parked.
-        """
-        if not self._attachments.current.session.is_pressed:
-            return False
-        if not self.parks_all:
-            log.warning(
-                "the store has had no room for a lease of this rank for some time: gradients that do not fit go "
-                "through NVMe from now on; raise host_budget if steps take longer"
-            )
-        self.parks_all = True
-        self.relieve()
-        return True
+        """Have gradients parked if the daemon says that requests wait for room; return whether it does."""
+        is_pressed = self._attachments.current.session.is_pressed
+        if is_pressed:
+            self.parking.begin_for_all()
+        return is_pressed
 
     def acquire_write(self, slabs: Iterable[SlabName], step: int) -> Pending[list[LeasedBytes]]:
         """Request write leases, all or none; the result has the order of `slabs`. The bytes will belong to `step`."""
@@ -497,20 +479,8 @@ class RankStore:
 
         call = self._repeated(ask)
         if of_gradients:
-            call.on_response(partial(self._note_parking, groups))
+            call.on_response(partial(self.parking.note, groups))
         return call
-
-    def _note_parking(self, groups: Sequence[str], response: pb.AcquireLeasesResponse) -> None:
-        for group, lease in zip(groups, response.leases, strict=True):
-            (self._to_park.add if lease.park else self._to_park.discard)(group)
-
-    @property
-    def asks_to_park(self) -> bool:
-        """Whether this rank is to park any gradients that it does not use for a while.
-
-        The store asks for all of them if host memory may not hold those of a step, and else for those placed on NVMe.
-        """
-        return self.parks_all or bool(self._to_park)
 
     def park(self, group: str, leased: LeasedBytes, *, is_sent: bool) -> LeasedBytes | None:
         """Park a gradient, and return its lease without the bytes; None if its daemon is gone. It does not wait.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,19 @@ async def filled(training: Training, group: str = "a") -> tuple[Gradient, torch.
     gradient = await training.engine.allocate_gradient(training.job, group)
     values = training.engine.gradients.tensor(gradient).copy_(torch.randn(gradient.numel))
     return gradient, values.clone()
+
+
+async def being_read(training: Training, begun: threading.Event, go_on: threading.Event) -> Gradient:
+    """Hand over the gradient of the only group, and return it when its update, which waits for `go_on`, reads it."""
+    gradients: list[Gradient] = []
+
+    async def note(gradient: Gradient) -> None:
+        gradients.append(gradient)
+
+    await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
+    await asyncio.to_thread(begun.wait)
+    (gradient,) = gradients
+    return gradient
 
 
 @IN_EACH_LAYOUT
@@ -220,15 +234,8 @@ async def test_a_gradient_is_spilled_while_its_update_reads_it(
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
         without_room(engine)
-        gradients: list[Gradient] = []
-
-        async def note(gradient: Gradient) -> None:
-            gradients.append(gradient)
-
         with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
-            await asyncio.to_thread(begun.wait)
-            (gradient,) = gradients
+            gradient = await being_read(training, begun, go_on)
             engine.gradients.park(gradient)
             await engine.gradients.close()
             assert gradient.region is None, "an update frees its gradient soon, so nothing but a shortage spills it"
@@ -357,16 +364,10 @@ async def test_gradients_placed_on_nvme_leave_host_memory_when_they_are_parked(l
 async def test_a_gradient_placed_on_nvme_stays_in_host_memory_if_its_update_reads_it_there(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",), gradients=TierName.NVME)).begin()
-        seen: list[Gradient] = []
-
-        async def note(gradient: Gradient) -> None:
-            seen.append(gradient)
-
         with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
-            await asyncio.to_thread(begun.wait)
-            engine.gradients.park(seen[0])
-            assert engine.gradients.parked_bytes == seen[0].nbytes
+            gradient = await being_read(training, begun, go_on)
+            engine.gradients.park(gradient)
+            assert engine.gradients.parked_bytes == gradient.nbytes
             go_on.set()
             await training.commit(1)
         await training.assert_at(1)

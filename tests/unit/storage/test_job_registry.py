@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,12 +107,19 @@ async def test_jobs_in_use_share_the_budgets(tmp_path: Path) -> None:
         await first.assert_at(1)
 
 
-async def test_ranks_on_other_nodes_cost_one_more_version(tmp_path: Path) -> None:
-    layout = replace(LAYOUT, world_size=2)
-    async with opened(tmp_path / "refused", nvme_budget_bytes=1 << 20) as engine:
+@asynccontextmanager
+async def with_the_budget_asked_for(directory: Path, layout: Layout) -> AsyncIterator[Engine]:
+    """Yield an engine with the nvme_budget that the refusal of a job names."""
+    async with opened(directory / "refused", nvme_budget_bytes=1 << 20) as engine:
         with pytest.raises(BudgetExceededError) as caught:
             await Training(engine, layout).open(must_exist=False)
-    async with opened(tmp_path / "granted", nvme_budget_bytes=needed(str(caught.value))) as engine:
+    async with opened(directory / "granted", nvme_budget_bytes=needed(str(caught.value))) as engine:
+        yield engine
+
+
+async def test_ranks_on_other_nodes_cost_one_more_version(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, world_size=2)
+    async with with_the_budget_asked_for(tmp_path, layout) as engine:
         training = await Training(engine, layout).begin()
         for step in range(1, 5):
             await training.step(settled=step - 1)
@@ -120,10 +129,7 @@ async def test_ranks_on_other_nodes_cost_one_more_version(tmp_path: Path) -> Non
 @pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
 async def test_ranks_on_other_nodes_cost_one_more_snapshot(tmp_path: Path, placements: dict[str, Any]) -> None:
     layout = replace(LAYOUT, world_size=2, every_steps=2, **placements)
-    async with opened(tmp_path / "refused", nvme_budget_bytes=1 << 20) as engine:
-        with pytest.raises(BudgetExceededError) as caught:
-            await Training(engine, layout).open(must_exist=False)
-    async with opened(tmp_path / "granted", nvme_budget_bytes=needed(str(caught.value))) as engine:
+    async with with_the_budget_asked_for(tmp_path, layout) as engine:
         training = await Training(engine, layout).begin()
         for step in range(1, 10):
             await quiesce(engine)
