@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from benchmarks import plots
@@ -41,6 +41,7 @@ from benchmarks.training.entries import COMPUTE, PLAIN, deepspeed, ours
 from benchmarks.training.heat import Heat
 from benchmarks.training.result import summaries
 from benchmarks.training.task import HEAD_WIDTH, TrainingTask
+from paramserver.contract.sizes import Size
 
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 GIB = 1 << 30
@@ -232,7 +233,7 @@ def _row(size: Mapping[str, Any]) -> list[str | None]:
 
 def _bytes(text: str) -> int:
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        return int(TypeAdapter(Size).validate_python(text))
     except ValidationError as error:
         raise typer.BadParameter(f"--memory-limit {text}: write a number of bytes, such as 3GiB") from error
 
