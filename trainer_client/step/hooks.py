@@ -62,6 +62,7 @@ from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
+from trainer_client.step.heap import Heap
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
@@ -223,6 +224,9 @@ class UnitHooks:
         self._used: dict[int, None] = {}
         self._gradient_hooks: list[RemovableHandle] = []
         self._module_hooks: list[RemovableHandle] = []
+        # None where no tile computes on the CPU.
+        tiles = (unit for unit in units if unit.tile is not None)
+        self._heap = Heap() if any(group.device.type == "cpu" for unit in tiles for group in unit.groups) else None
 
     @property
     def phase(self) -> Phase:
@@ -699,6 +703,8 @@ class UnitHooks:
         """Gather the unit and the owners of its external parameters, and hold them for `part`."""
         self._lanes.poll()
         self._recorder.compute(None)
+        if self._heap is not None and unit.tile is not None:
+            self._heap.look()
         for index in (unit.index, *sorted(owners)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
         self._recorder.compute(part.name.lower(), unit.fqn)
