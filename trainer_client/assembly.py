@@ -88,6 +88,7 @@ def _make_parts(
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
     early = EarlyUpdates(rank.store)
     gradients = _make_gradients(rank, job, early, clipping)
+    rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
     updates = Updates(job.states, early, rank.store, rank.collectives)
     scaler = LossScaler.of(rank.settings)
     step = TrainingStep(

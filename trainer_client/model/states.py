@@ -110,6 +110,12 @@ class PlacedStates:
         on_device = self.placement.gradients is Home.DEVICE and self.placement.optimizer is Home.DEVICE
         return self.group.trainable and not on_device
 
+    @property
+    def given_gradient_bytes(self) -> int:
+        """Bytes of this rank's part of the gradient that the store is given in a step."""
+        group = self.group
+        return group.slot_table.partition_numel * group.gradient_dtype.itemsize if self.gives_gradients else 0
+
     def read(self, kind: Kind) -> torch.Tensor:
         if kind in self.held:
             return self.held[kind][self._own].to("cpu", copy=True)

@@ -236,6 +236,14 @@ class Journal:
         self._durable_every = durable_every
         self.is_open = self.is_filling = True
 
+    def expect_gradients(self, nbytes: int) -> None:
+        """Take note that a step has so many bytes of gradients. If they are more than the limit, none is ever copied.
+
+        Without this call the copies of a first step would fill the limit before they are found to be of no use.
+        """
+        if self.is_open:
+            self._has_room(nbytes)
+
     def go_on_from(self, step: int | None) -> None:
         """Take note that the store has shown the commit `step` as the newest one, which may be durable."""
         self.acknowledged = self._made_durable = step

@@ -233,6 +233,11 @@ class RankStore:
             self._attachments.journal.registered = registered
         self._declare(at, registered)
 
+    def expect_gradients(self, nbytes: int) -> None:
+        """Take note of the bytes of gradients that this rank hands over in a step, which may be too many to keep."""
+        with self._attachments.changed:
+            self._attachments.journal.expect_gradients(nbytes)
+
     def _declare(self, at: Attachment, declaration: HandOver) -> None:
         """Hand the store a declaration that is in the journal; if the daemon is lost, the next one gets it."""
         try:

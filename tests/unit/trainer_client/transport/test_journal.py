@@ -162,6 +162,23 @@ def test_gradients_are_copied_only_if_the_next_daemon_may_have_the_commit_before
     assert found == useful
 
 
+def test_no_gradient_is_copied_where_those_of_a_step_are_known_to_be_too_large(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fits, exceeds = Journal(), Journal()
+    with caplog.at_level("INFO"):
+        for journal, nbytes in ((fits, 100), (exceeds, 101)):
+            journal.open(most_bytes=100, durable_every=1)
+            journal.expect_gradients(nbytes)
+    assert [record.getMessage() for record in caplog.records] == [
+        "this rank has more bytes of gradients than paramserver.kept_gradients = 100: if the daemon is lost while a "
+        "commit is under way, the run has to be restarted"
+    ]
+    assert fits.keep("a", torch.zeros(12, dtype=torch.uint8)) is not None
+    assert exceeds.keep("a", torch.zeros(12, dtype=torch.uint8)) is None
+    assert exceeds.kept_bytes == 0
+
+
 def test_the_commit_that_a_run_goes_on_from_may_be_durable() -> None:
     journal = Journal()
     journal.open(most_bytes=1 << 20, durable_every=4)
