@@ -27,6 +27,7 @@ from tests.integration.support.training import (
     Run,
     assert_bit_equal,
     build_model,
+    engine_config,
     make_optimizer,
     micro_batches,
     train_through_store,
@@ -241,6 +242,30 @@ def test_a_rank_is_killed_with_spilled_gradients(small: Daemon, tmp_path: Path) 
         wait_for_spilled_gradients(small, launch, 1)
         launch.ranks[0].kill()
     assert_nothing_left(small)
+
+
+def test_the_daemon_is_killed_right_before_gradients_that_do_not_fit_are_handed_over(tmp_path: Path) -> None:
+    """The rank brings all of them to the next daemon, which has no more room for them than the last one."""
+    config = {"host_budget": SMALL, "nvme_budget": "1GiB", "admission_timeout_seconds": 10.0}
+    with ExitStack() as daemons:
+        daemon = daemons.enter_context(Daemon(tmp_path / "state", config))
+        run = replace(run_of(daemon, "stage 3, clipping", 1), steps=3, layers=2 * LAYERS)
+        model = build_model(run)
+        optimizer, _ = make_optimizer(model, run)
+        engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=engine_config(run))
+        with engine:
+            torch.manual_seed(3)
+            for step, tokens in enumerate(micro_batches(run.steps, 0, 1), start=1):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                if step == 2:
+                    daemon.kill()
+                    daemon = daemons.enter_context(Daemon(tmp_path / "state", config))
+                    wait_until(lambda: len(engine.daemon_restarts) == 1)
+                engine.step()
+            weights = engine.full_state_dict()
+        assert_nothing_left(daemon)
+    expected = train_with_masters(run).weights
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
 
 
 def test_the_daemon_is_killed_with_spilled_gradients_that_no_rank_has_kept(small: Daemon, tmp_path: Path) -> None:

@@ -241,7 +241,10 @@ class LeasedMemory:
         return self._current()
 
     def _current(self) -> LeasedBytes:
-        """Return the lease, or one of the current daemon with the same bytes if its own was restarted."""
+        """Return the lease, or one of the current daemon with the same bytes if its own was restarted.
+
+        A parked lease stays parked, because the store need not have room for the gradients of a step all at once.
+        """
         assert self._leased is not None, "it was waited for"
         while not self._store.is_current(self._leased):
             # The daemon was restarted. Only this rank has written to its part of the old memory, so the gradient in it
@@ -253,6 +256,8 @@ class LeasedMemory:
             except BaseException:
                 self._store.release_quietly([leased])
                 raise
+            if former.parked is not None:
+                leased = self._store.park(self._group.name, leased, is_sent=False) or leased
             self._leased = leased
         return self._leased
 
