@@ -15,25 +15,32 @@ def _rule(values: pb.Adagrad, weights: Tensors, gradients: Tensors, states: Stat
         for tensor in squares:
             tensor.fill_(values.initial_accumulator_value)
     if weights[0].is_cuda:
-        # There is no fused kernel for CUDA. This function adds 1 to each count that it gets, and the kernel does not.
-        adagrad(
-            [*weights],
-            [*gradients],
-            [*squares],
-            [count(values.update_count - 1, torch.device("cpu")) for _ in weights],
-            foreach=True,
-            lr=values.lr,
-            lr_decay=values.lr_decay,
-            weight_decay=values.weight_decay,
-            eps=values.eps,
-            maximize=False,
-        )
+        update_without_kernel(values, weights, gradients, squares)
         return
     torch._fused_adagrad_(
         weights,
         gradients,
         squares,
         [count(values.update_count, weights[0].device)] * len(weights),
+        lr=values.lr,
+        lr_decay=values.lr_decay,
+        weight_decay=values.weight_decay,
+        eps=values.eps,
+        maximize=False,
+    )
+
+
+def update_without_kernel(values: pb.Adagrad, weights: Tensors, gradients: Tensors, squares: Tensors) -> None:
+    """Update weights and sums with torch's function of Adagrad, because torch has no fused kernel for CUDA."""
+    # Unlike the kernel, the function adds 1 to each count, in place. So each weight has a count of its own, and none is
+    # of `count`, whose tensors later calls get, too.
+    counts = [torch.tensor(float(values.update_count - 1), dtype=torch.float32) for _ in weights]
+    adagrad(
+        [*weights],
+        [*gradients],
+        [*squares],
+        counts,
+        foreach=True,
         lr=values.lr,
         lr_decay=values.lr_decay,
         weight_decay=values.weight_decay,
