@@ -259,7 +259,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"clip_grad_norm_(norm_type={norm_type}) is not honoured: only the 2-norm is; leave it out"
             )
         self._require_sync("clip_grad_norm_")
-        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)), device=self.device)
+        norm = self.engine.clip_grad_norm_(float(max_norm))
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradient of the step, when the step is made; see `clip_grad_norm_`."""

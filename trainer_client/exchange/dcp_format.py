@@ -66,7 +66,7 @@ def _optimizer_state(optimizer: OptimizerStates, lazy: dict[str, ModelTensor]) -
     for fqn, kinds in optimizer.states.items():
         state[fqn] = {kind: _place(lazy, f"{_OPTIMIZER}.state.{fqn}.{kind}", tensor) for kind, tensor in kinds.items()}
         if fqn in optimizer.counts:
-            state[fqn][_COUNT] = torch.tensor(float(optimizer.counts[fqn]))
+            state[fqn][_COUNT] = torch.tensor(float(optimizer.counts[fqn]), dtype=torch.float32)
     return {"state": state, "param_groups": [dict(group) for group in optimizer.groups]}
 
 

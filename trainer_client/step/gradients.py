@@ -346,7 +346,7 @@ class GradientGroup:
         """
         shards = self.flat_group.shards
         if self._norms is None:
-            self._norms = self._wait_for_norms() if shards else torch.empty(0)
+            self._norms = self._wait_for_norms() if shards else torch.empty(0, dtype=torch.float32)
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
     def is_finite(self) -> bool:

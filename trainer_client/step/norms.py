@@ -33,7 +33,7 @@ class Norms:
                 0.1 %, and finite if the exact ones are.
         """
         self._exact = exact
-        self._kept = torch.empty(0)
+        self._kept = torch.empty(0, dtype=torch.float32)
 
     def make_exact(self) -> bool:
         """Compute exact norms from now on, and return whether norms so far were not."""
@@ -49,7 +49,7 @@ class Norms:
             converted = values
         else:
             if values.numel() > self._kept.numel():
-                self._kept = torch.empty(values.numel())
+                self._kept = torch.empty(values.numel(), dtype=torch.float32)
             converted = self._kept[: values.numel()].copy_(values)
         norm: torch.Tensor = torch.linalg.vector_norm(converted, dtype=torch.float32)
         return norm

@@ -110,7 +110,7 @@ class TrainingStep:
         if is_last and self._early_updates and not self._clips:
             group_of = self._optimizer.groups_of_parameters()
             present = [True] * len(self.update_counts)
-            rule = self._rule(self._scale(torch.ones(())), self._last.value, group_of, present)
+            rule = self._rule(self._scale(torch.ones((), dtype=torch.float32)), self._last.value, group_of, present)
         self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:

@@ -75,4 +75,5 @@ def is_count(value: float) -> bool:
 @functools.lru_cache(maxsize=8)
 def count(update_count: int, device: torch.device) -> torch.Tensor:
     """Return the number of an update in the form that torch's kernels take. The kernels only read the tensor."""
-    return torch.tensor(float(update_count), device=device)
+    # The type does not follow torch.get_default_dtype(), because bf16 has no 257 and the kernels for CUDA read fp32.
+    return torch.tensor(float(update_count), dtype=torch.float32, device=device)

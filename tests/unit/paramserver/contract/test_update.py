@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paramserver.contract import update as module
+from paramserver.contract.optimizers.optimizer import count
 from paramserver.contract.optimizers.registry import apply, state_kinds
 from paramserver.contract.update import update_shards
 from tests.optimizer_cases import CASES
@@ -45,3 +46,25 @@ def test_shards_with_equal_hyper_parameters_are_updated_in_one_call(name: str, m
     for kind, state in states.items():
         assert torch.equal(state, expected[1][kind]), kind
     assert sorted(calls) == [2, 2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainers_default_dtype_changes_no_update(name: str) -> None:
+    """A script may have bf16 as torch's default dtype, which cannot represent the number of this update."""
+    row, generator = CASES[name].row(1_001), torch.Generator().manual_seed(5)
+    weight, gradient = (torch.randn(48, generator=generator) for _ in range(2))
+    states = {kind: [torch.rand(48, generator=generator)] for kind in state_kinds(row)}
+    # The copies are updated under the default dtype fp32, which a daemon has.
+    kept = weight.clone(), {kind: [state.clone()] for kind, (state,) in states.items()}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        count.cache_clear()
+        apply(row, [weight], [gradient.clone()], states)
+    finally:
+        torch.set_default_dtype(before)
+        count.cache_clear()
+    apply(row, [kept[0]], [gradient.clone()], kept[1])
+
+    assert torch.equal(weight, kept[0])
+    assert all(torch.equal(states[kind][0], kept[1][kind][0]) for kind in states)

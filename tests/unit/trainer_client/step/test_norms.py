@@ -40,3 +40,17 @@ def test_what_is_not_finite_shows(wrong: float, place: int, exact: bool) -> None
     values[place] = wrong
     assert not norms.of(values).isfinite()
     assert norms.of(torch.ones_like(values)).isfinite(), "nothing of it stays"
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_it_does_not_depend_on_the_default_dtype_of_the_script(default: torch.dtype) -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(7)).half()
+    expected = torch.linalg.vector_norm(values.float())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        norm = Norms().of(values)
+    finally:
+        torch.set_default_dtype(before)
+
+    assert norm.dtype == torch.float32 and torch.equal(norm, expected)
