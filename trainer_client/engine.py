@@ -186,7 +186,7 @@ class Engine(EngineStates):
             PhaseError: there was no backward pass, or the last micro-batch of the step is within `no_sync`.
             UnusedParameterError: `zero_optimization.ignore_unused_parameters` is false, and no rank has a gradient of
                 some parameter.
-            NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
+            NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped, or more.
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
@@ -216,7 +216,8 @@ class Engine(EngineStates):
             self._abandon_run("engine.step()", error)
             raise
         self._report()
-        if self._step.skipped_in_row == self._settings.paramserver.max_consecutive_skipped_steps:
+        limit = self._settings.paramserver.max_consecutive_skipped_steps
+        if limit is not None and self._step.skipped_in_row >= limit:
             raise NonFiniteGradientError(
                 f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "

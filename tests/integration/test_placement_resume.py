@@ -176,6 +176,15 @@ def test_the_run_stops_after_as_many_skipped_steps_in_a_row_as_the_config_allows
     assert any(not torch.equal(weights[name], kept[name]) for name in weights)
     assert [name for name in kept if not torch.equal(after[name], kept[name])] == []
 
+    # The skipped steps of the former run count in the one that goes on from it.
+    with start(config(address, "skips", 3, max_consecutive_skipped_steps=2)) as engine:
+        for skipped in (3, 4):
+            with pytest.raises(NonFiniteGradientError, match=f"the gradients of {skipped} steps in a row"):
+                step(engine, torch.nan)
+        step(engine, 1.0)
+        step(engine, torch.nan)
+        assert (engine.global_steps, engine.skipped_steps) == (9, 6)
+
 
 def test_a_sum_of_micro_batches_that_leaves_the_range_of_fp16_is_skipped(address: str) -> None:
     for placement in ({}, {"optimizer": "host"}):
