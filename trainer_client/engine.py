@@ -288,8 +288,10 @@ class Engine(EngineStates):
 
         Raises:
             RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
+            ValueError: the limit is not positive.
         """
         self._require_gradient("clip_grad_norm_()")
+        _require_limit("clip_grad_norm_", max_norm)
         return self._step.clip_by_norm(self._commits.next, max_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -297,8 +299,10 @@ class Engine(EngineStates):
 
         Raises:
             RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
+            ValueError: the limit is not positive.
         """
         self._require_gradient("clip_grad_value_()")
+        _require_limit("clip_grad_value_", clip_value)
         self._step.clip_by_value(clip_value)
 
     def _require_gradient(self, what: str) -> None:
@@ -684,6 +688,12 @@ class Engine(EngineStates):
 
         self._reporter.end_step(self.global_steps, line)
         self._log_context.step = self.global_steps + 1
+
+
+def _require_limit(what: str, limit: float) -> None:
+    """Check the limit of a call that clips gradients. Raise ValueError if it is not positive."""
+    if not limit > 0:
+        raise ValueError(f"{what}({limit}): write a positive limit, or leave the call out so that nothing is clipped")
 
 
 def _warning_of_graphs(device: torch.device, mode: object) -> str | None:

@@ -88,6 +88,24 @@ def test_a_call_clips_one_step(store: str, place: str) -> None:
         assert_same_weights(engine, plain)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_limit_that_is_not_positive_is_refused_and_an_infinite_one_clips_nothing(store: str, place: str) -> None:
+    plain = build()
+    optimizer = plain_optimizer(plain)
+    with start(store, f"limits-{place}", PLACES[place]) as engine:
+        for number, clip in enumerate((engine.clip_grad_value_, engine.clip_grad_norm_)):
+            engine.backward(loss_of(engine, number))
+            loss_of(plain, number).backward()
+            for limit in (0.0, -0.5, torch.nan):
+                with pytest.raises(ValueError, match=rf"{clip.__name__}\({limit}\): write a positive limit"):
+                    clip(limit)
+            clip(torch.inf)
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(engine, plain)
+
+
 def test_clipping_needs_the_gradient_of_a_whole_step(store: str) -> None:
     with start(store, "clip-early", OFFLOADED, gradient_accumulation_steps=2) as engine:
         with pytest.raises(RuntimeError, match="there is no gradient"):

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # The same as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
+# A larger limit of elements clips nothing, because elements are fp32; torch and the store refuse it.
+_LARGEST_LIMIT = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,4 +214,6 @@ class TrainingStep:
         updated = [is_present and index in group_of for index, is_present in enumerate(present)]
         counts = [count + is_updated for count, is_updated in zip(self.update_counts, updated, strict=True)]
         table = HyperParameterTable(group_of, self._optimizer.row, counts)
+        if clip_value is not None and clip_value > _LARGEST_LIMIT:
+            clip_value = None
         return UpdateRule(scale=scale, clip_value=clip_value, updated=updated, table=table)
