@@ -14,7 +14,7 @@ from torch import nn
 from tests.integration.support.model_runs import LEARNING_RATE, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import ZOO
-from trainer_client import Engine
+from trainer_client import ConfigError, Engine
 from trainer_client.access import ParameterKey
 
 BATCHES = list(micro_batches(6))
@@ -252,3 +252,24 @@ def test_weights_are_read_as_they_were(model_store: str) -> None:
             engine.step()
             after = engine.full_state_dict()
             assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_settings_that_no_update_can_have_begin_none(model_store: str) -> None:
+    """The step is made after they were corrected, although its backward pass ran with them."""
+    model = build()
+    _, expected = train_plain(copy.deepcopy(model), nothing, 0.0)
+    config = config_of(model_store, "impossible rate", durability="step", placement=PLACEMENTS["nvme"])
+    config["zero_optimization"] = {"stage": 3}
+    with start(model, config) as engine:
+        group = engine.optimizer.param_groups[0]
+        for number, batch in enumerate(BATCHES):
+            group["lr"] = -1.0 if number == 2 else LEARNING_RATE
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            if number == 2:
+                with pytest.raises(ConfigError, match=r"adamw\.lr = -1\.0 is out of its range"):
+                    engine.step()
+                group["lr"] = LEARNING_RATE
+            engine.step()
+        weights = engine.full_state_dict()
+
+    assert [name for name, value in expected.items() if not torch.equal(value, weights[name])] == []

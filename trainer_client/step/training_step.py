@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_client.errors import UnusedParameterError
+from trainer_client.errors import ConfigError, UnusedParameterError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.step.gradients import Gradients
@@ -109,11 +109,19 @@ class TrainingStep:
             is_last: whether it is the last one of the step, and reduces gradients as the backwards of units end.
         """
         rule = None
-        if is_last and self._early_updates and not self._clips:
+        if is_last and self._early_updates and not self._clips and self._can_update():
             group_of = self._optimizer.groups_of_parameters()
             present = [True] * len(self.update_counts)
             rule = self._rule(self._scale(torch.ones((), dtype=torch.float32)), self._last.value, group_of, present)
         self._updates.foresee(step, rule)
+
+    def _can_update(self) -> bool:
+        """Return whether a step can be made with the parameter groups as they are now; `Engine.step` says why not."""
+        try:
+            self._optimizer.check_groups()
+        except ConfigError:
+            return False
+        return True
 
     def make(self, step: int) -> bool:
         """Update the states to version `step`, or free the gradients if they are not finite.
