@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, StepLR
 from torch.utils.data import Dataset
 
 import trainer_client
@@ -193,6 +193,31 @@ def test_a_schedule_that_has_gone_on_is_no_difference_and_another_one_is(trainer
     train(lambda optimizer: LambdaLR(optimizer, lambda step: 1.0), rate=0.5)
     assert "lr 0.5 (stored: 0.01); lr_scheduler LambdaLR, from its beginning (stored: none)" in trainer.line
     assert trainer.optimizer is not None and trainer.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def rate_of(trainer: Trainer) -> float:
+    assert trainer.optimizer is not None
+    return float(trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_of_another_class_has_the_stored_count_and_the_rate_of_today(trainer: Trainer) -> None:
+    def train(scheduler: Callable[[torch.optim.Optimizer], Any], rate: float) -> float:
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}}}
+        trainer.train(config, lr_scheduler=scheduler, steps=2)
+        return rate_of(trainer)
+
+    assert train(lambda optimizer: StepLR(optimizer, 1, gamma=0.5), 0.01) == 0.01 * 0.5**2
+
+    # StepLR has a `gamma`, too, and no functions.
+    assert train(lambda optimizer: ExponentialLR(optimizer, gamma=0.9), 0.02) == pytest.approx(0.02 * 0.9**4)
+    assert "lr 0.02 (stored: 0.01); lr_scheduler ExponentialLR, with the stored count of steps" in trainer.line
+    assert train(lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / step if step else 1.0), 0.02) == 0.02 * (
+        1 / 6
+    )
+    assert (
+        "Today's values count for: lr_scheduler LambdaLR, with the stored count of steps (stored: ExponentialLR)."
+        in trainer.line
+    )
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,31 @@ class MadeWith:
         groups, lr_scheduler = self.groups, self.lr_scheduler
         if state["optimizer"] is not None:
             then = stored_groups(state)
+            todays = {DECOUPLED, "lr"} if has_own_rates(lr_scheduler, stored, state) else {DECOUPLED}
             groups = [
-                own | {key: value for key, value in before.items() if key != DECOUPLED}
+                own | {key: value for key, value in before.items() if key not in todays}
                 for own, before in zip(self.groups, then, strict=False)
             ]
             groups += self.groups[len(then) :]
         if stored is not None and stored.lr_scheduler is not None and lr_scheduler is not None:
             lr_scheduler = stored.lr_scheduler if stored.lr_scheduler[0] == lr_scheduler[0] else lr_scheduler
         return replace(self, groups=groups, lr_scheduler=lr_scheduler)
+
+
+def has_own_rates(lr_scheduler: tuple[str, Settings] | None, stored: MadeWith | None, state: Mapping[str, Any]) -> bool:
+    """Return whether a run's scheduler sets rates from the base rate that it took from the run's own optimizer.
+
+    It does so if the run of the commit had no scheduler, or one of another class.
+
+    Args:
+        lr_scheduler: as in the record of the run.
+        stored: the record in the commit.
+        state: the client state of the commit.
+    """
+    if lr_scheduler is None or state["lr_scheduler"] is None:
+        return lr_scheduler is not None
+    former = None if stored is None else stored.lr_scheduler
+    return former is not None and former[0] != lr_scheduler[0]
 
 
 def as_made(group: Mapping[str, Any]) -> Settings:

@@ -18,7 +18,7 @@ from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.imported import describe_origin, is_imported
 from trainer_client.run.job import Job
-from trainer_client.run.made_with import DECOUPLED, MadeWith, as_made, config_facts, plain, stored_groups
+from trainer_client.run.made_with import DECOUPLED, MadeWith, as_made, config_facts, has_own_rates, plain, stored_groups
 from trainer_client.step.precision import PrecisionPolicy
 
 # The config key whose value is only the beginning of a dynamic loss scale.
@@ -172,9 +172,7 @@ class _Differences:
             # The line has the names of the optimizers, which show this difference already.
             return
         where = "" if len(numbers) == len(self._now.groups) else f" of group {', '.join(map(str, numbers))}"
-        # If the stored run had no scheduler, this run's scheduler sets the learning rate from its own base rate, which
-        # it took from this run's optimizer.
-        begins = self._now.lr_scheduler is not None and self._state["lr_scheduler"] is None
+        begins = has_own_rates(self._now.lr_scheduler, self._then, self._state)
         if self._state["optimizer"] is None or key == DECOUPLED or (key == "lr" and begins):
             self._note_todays(f"{key}{where}", stored, today)
         else:

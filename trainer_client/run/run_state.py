@@ -18,6 +18,7 @@ from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
+from trainer_client.run.schedule_state import restore_schedule
 from trainer_client.run.stored_state import sort_counts
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
@@ -109,6 +110,7 @@ class RunState:
                 "scaler": self._scaler.state_dict(),
                 "optimizer": self._optimizer.settings(),
                 "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
+                "lr_scheduler_class": None if self._lr_scheduler is None else type(self._lr_scheduler).__name__,
                 "random": client_state.random_states(self._device),
                 "data": None if self._data is None else self._data.state_dict(),
                 **self._model_entries(),
@@ -144,11 +146,18 @@ class RunState:
         self._clock.go_on_from(max(self._clock.now, counters["clock"]))
         if optimizer:
             self._scaler.load_state_dict(state["scaler"])
+        rates_before = [float(group["lr"]) for group in self._optimizer.param_groups]
         # The entry is None if the commit was made with another optimizer.
         if optimizer and state["optimizer"] is not None:
             self._optimizer.load_settings(state["optimizer"])
         if lr_scheduler and self._lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self._lr_scheduler.load_state_dict(state["lr_scheduler"])
+            restore_schedule(
+                self._lr_scheduler,
+                state["lr_scheduler"],
+                state["lr_scheduler_class"],
+                groups=self._optimizer.param_groups,
+                rates_before=rates_before,
+            )
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self._device)

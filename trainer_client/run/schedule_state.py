@@ -1,0 +1,112 @@
+"""A learning-rate schedule that goes on from the state of one in a commit or in a checkpoint.
+
+The stored schedule may be of another class, and this module owns the rules for this case. It must never change a
+setting of a parameter group that the schedule does not set.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+
+from trainer_client.errors import ConfigError
+from trainer_client.schedules.schedule import Schedule
+
+# Classes of torch whose rates follow from the count of steps alone, besides those with a method for this.
+_OF_COUNT = (CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, OneCycleLR)
+
+ParameterGroups = Sequence[dict[str, Any]]
+
+
+def restore_schedule(
+    scheduler: Any,
+    stored: Mapping[str, Any],
+    stored_class: str | None,
+    *,
+    groups: ParameterGroups,
+    rates_before: Sequence[float],
+) -> None:
+    """Have a schedule go on from a stored state, and give the groups the rates that belong to its count of steps.
+
+    A schedule of torch gets the stored parameters. If its class is another one than the stored one, it gets only the
+    stored count, and its base rates are those of this run.
+
+    Args:
+        scheduler: the schedule of this run.
+        stored: the state.
+        stored_class: the name of the class that the state is of; None: it was not recorded.
+        groups: the parameter groups of the optimizer.
+        rates_before: their rates by the schedule as it is, which stored settings may have replaced.
+
+    Raises:
+        ConfigError: the schedule has made more steps than the stored one, and cannot go back.
+    """
+    # The state of a schedule of DeepSpeed is its count, so it may be that of another class.
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, Schedule):
+        scheduler.load_state_dict(dict(stored))
+    elif not _has_class(scheduler, stored, stored_class) and (count := _count_of(stored)) is not None:
+        _set_rates(groups, rates_before)
+        _go_to(scheduler, count)
+    else:
+        scheduler.load_state_dict(dict(stored))
+
+
+def _set_rates(groups: ParameterGroups, rates: Sequence[float]) -> None:
+    """Give parameter groups these rates. Groups for which there is none keep theirs."""
+    for group, rate in zip(groups, rates, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _has_class(scheduler: LRScheduler, stored: Mapping[str, Any], stored_class: str | None) -> bool:
+    """Return whether a state is one of the schedule's class.
+
+    Commits of earlier versions and imported checkpoints do not name the class. Their states are taken for those of the
+    class if they have all its parameters.
+    """
+    if stored_class is not None:
+        return stored_class == type(scheduler).__name__
+    return all(key in stored for key in scheduler.state_dict() if not key.startswith("_") or key == "_schedulers")
+
+
+def _count_of(stored: Mapping[str, Any]) -> int | None:
+    """Return the count of steps in a state of a schedule of torch or of DeepSpeed; None if it has none."""
+    for part in (stored, *stored.get("_schedulers", ())):
+        if "last_epoch" in part:
+            return int(part["last_epoch"])
+        if "last_batch_iteration" in part:
+            return int(part["last_batch_iteration"]) + 1
+    return None
+
+
+def _go_to(scheduler: LRScheduler, count: int) -> None:
+    """Have a schedule of torch go on at a count of steps, and give the groups its rates there."""
+    with warnings.catch_warnings():
+        # torch warns of a count that is given, and of steps of a schedule before any step of its optimizer.
+        warnings.simplefilter("ignore")
+        if hasattr(scheduler, "_get_closed_form_lr") or isinstance(scheduler, _OF_COUNT):
+            scheduler.step(count)
+            scheduler._step_count = count + 1
+            return
+        made = next(part.last_epoch for part in _parts(scheduler) if hasattr(part, "last_epoch"))
+        if made > count:
+            name = type(scheduler).__name__
+            raise ConfigError(
+                f"lr_scheduler {name} has made {made} steps and cannot go back to step {count}, at which the stored "
+                f"schedule of another class is: make {name} anew, or give load_lr_scheduler_states=False"
+            )
+        for _ in range(count - made):
+            scheduler.step()
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a schedule, and those that it is made of."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
