@@ -347,6 +347,36 @@ def test_what_had_no_states_gets_them_on_a_resume_that_names_it(store: Daemon) -
     assert_same_weights(weights, plain.state_dict())
 
 
+def test_a_schedule_goes_on_with_its_rates_where_a_resume_names_more_that_may_thaw(store: Daemon) -> None:
+    """The parameter groups have the settings of the new run then, but the rates are those of the schedule."""
+    make = CASES["SGD with momentum"].make
+
+    def beginning(model: Net) -> tuple[Optimizer, LRScheduler]:
+        model.blocks[1].requires_grad_(False)
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        return optimizer, StepLR(optimizer, step_size=1, gamma=0.5)
+
+    plain = Net()
+    reference, plain_schedule = beginning(plain)
+    expected = []
+    for inputs in batches(4):
+        expected.append(train_plain(plain, reference, inputs))
+        plain_schedule.step()
+
+    seen = []
+    for steps, section in ((range(2), {}), (range(2, 4), MAY_THAW)):
+        model = Net()
+        optimizer, schedule = beginning(model)
+        job = "schedule with more that may thaw"
+        with start(store.address, job, model, optimizer, lr_scheduler=schedule, paramserver=section) as engine:
+            assert engine.get_lr() == [0.1 * 0.5**steps.start]
+            seen += [train(engine, inputs) for step, inputs in enumerate(batches(4)) if step in steps]
+            weights = engine.full_state_dict()
+
+    assert seen == expected
+    assert_same_weights(weights, plain.state_dict())
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD of Nesterov"])
 def test_a_schedule_that_cycles_the_momentum_reaches_the_store(store: Daemon, name: str) -> None:
     def schedule(optimizer: Optimizer) -> LRScheduler:

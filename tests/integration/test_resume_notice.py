@@ -220,6 +220,15 @@ def test_a_schedule_of_another_class_has_the_stored_count_and_the_rate_of_today(
     )
 
 
+def test_a_schedule_that_was_not_there_sets_the_first_rate(trainer: Trainer) -> None:
+    trainer.train(steps=2)
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.04, "weight_decay": 0.01}}}
+    trainer.train(config, lr_scheduler=lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
+    assert rate_of(trainer) == 0.04
+    trainer.train(config, lr_scheduler=lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
+    assert (rate_of(trainer), UNCHANGED in trainer.line) == (0.02, True)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -148,15 +148,19 @@ class RunState:
             self._scaler.load_state_dict(state["scaler"])
         rates_before = [float(group["lr"]) for group in self._optimizer.param_groups]
         # The entry is None if the commit was made with another optimizer.
-        if optimizer and state["optimizer"] is not None:
+        are_settings_stored = optimizer and state["optimizer"] is not None
+        if are_settings_stored:
             self._optimizer.load_settings(state["optimizer"])
-        if lr_scheduler and self._lr_scheduler is not None and state["lr_scheduler"] is not None:
+        # An imported checkpoint may lack the schedule by which its groups have their rates, so these stay.
+        is_known = state["lr_scheduler"] is not None or state["imported"] is None
+        if lr_scheduler and self._lr_scheduler is not None and is_known:
             restore_schedule(
                 self._lr_scheduler,
                 state["lr_scheduler"],
                 state["lr_scheduler_class"],
                 groups=self._optimizer.param_groups,
                 rates_before=rates_before,
+                keeps_settings=are_settings_stored,
             )
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])

@@ -1,7 +1,7 @@
 """A learning-rate schedule that goes on from the state of one in a commit or in a checkpoint.
 
-The stored schedule may be of another class, and this module owns the rules for this case. It must never change a
-setting of a parameter group that the schedule does not set.
+The stored schedule may be of another class, and the parameter groups may have settings of this run. This module owns
+the rules for these cases. It must never change a setting of a parameter group that the schedule does not set.
 """
 
 from __future__ import annotations
@@ -24,35 +24,45 @@ ParameterGroups = Sequence[dict[str, Any]]
 
 def restore_schedule(
     scheduler: Any,
-    stored: Mapping[str, Any],
+    stored: Mapping[str, Any] | None,
     stored_class: str | None,
     *,
     groups: ParameterGroups,
     rates_before: Sequence[float],
+    keeps_settings: bool,
 ) -> None:
     """Have a schedule go on from a stored state, and give the groups the rates that belong to its count of steps.
 
     A schedule of torch gets the stored parameters. If its class is another one than the stored one, it gets only the
-    stored count, and its base rates are those of this run.
+    stored count. Its base rates are those of this run in that case, and if the groups have this run's settings.
 
     Args:
         scheduler: the schedule of this run.
-        stored: the state.
+        stored: the state; None: the stored run had no schedule, and this one stays where it is.
         stored_class: the name of the class that the state is of; None: it was not recorded.
         groups: the parameter groups of the optimizer.
         rates_before: their rates by the schedule as it is, which stored settings may have replaced.
+        keeps_settings: whether the groups have their stored settings.
 
     Raises:
         ConfigError: the schedule has made more steps than the stored one, and cannot go back.
     """
-    # The state of a schedule of DeepSpeed is its count, so it may be that of another class.
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, Schedule):
+    if stored is None:
+        _set_rates(groups, rates_before)
+    elif not isinstance(scheduler, LRScheduler):
         scheduler.load_state_dict(dict(stored))
+    elif isinstance(scheduler, Schedule):
+        # The state of such a schedule is its count, so it may be that of another class.
+        scheduler.load_state_dict(dict(stored))
+        if not keeps_settings and scheduler.last_batch_iteration >= 0:
+            scheduler.step(scheduler.last_batch_iteration)
     elif not _has_class(scheduler, stored, stored_class) and (count := _count_of(stored)) is not None:
         _set_rates(groups, rates_before)
         _go_to(scheduler, count)
-    else:
+    elif keeps_settings:
         scheduler.load_state_dict(dict(stored))
+    else:
+        _follow(scheduler, stored, groups)
 
 
 def _set_rates(groups: ParameterGroups, rates: Sequence[float]) -> None:
@@ -103,6 +113,27 @@ def _go_to(scheduler: LRScheduler, count: int) -> None:
             )
         for _ in range(count - made):
             scheduler.step()
+
+
+def _follow(scheduler: LRScheduler, stored: Mapping[str, Any], groups: ParameterGroups) -> None:
+    """Load the state of a schedule of torch, but keep the base rates of this run.
+
+    The rate of each group becomes the same part of its base rate that it was in the state.
+    """
+    own = [(part, list(part.base_lrs)) for part in _parts(scheduler) if hasattr(part, "base_lrs")]
+    scheduler.load_state_dict(dict(stored))
+    stored_bases: Sequence[Any] = own[0][0].base_lrs
+    stored_rates = scheduler.get_last_lr()
+    for part, bases in own:
+        part.base_lrs = bases
+    rates = []
+    for number, base in enumerate(map(float, own[0][1])):
+        # If there were fewer groups, the last one stands for those that were not there.
+        index = min(number, len(stored_rates) - 1)
+        stored_base, rate = float(stored_bases[index]), float(stored_rates[index])
+        rates.append(rate if stored_base in (base, 0.0) else base * (rate / stored_base))
+    _set_rates(groups, rates)
+    scheduler._last_lr = [*rates]
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """A schedule goes on from a stored state with the rates that it has at the stored count of steps.
 
-It has its own parameters if the stored schedule is of another class. Each expectation is the rates of a schedule that
-was never interrupted.
+It has its own parameters if the stored schedule is of another class, and its own base rate if the groups of the
+optimizer have the settings of this run. Each expectation is the rates of a schedule that was never interrupted.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ OF_TORCH: dict[str, Make] = {
     "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, 0.25, total_iters=4), ExponentialLR(o, 0.75)], [4]),
     "ChainedScheduler": lambda o: ChainedScheduler([StepLR(o, 2, gamma=0.5), ExponentialLR(o, 0.75)]),
 }
+# Their rates are not multiples of the optimizer's rate, or have other names in the parameter groups.
+WITHOUT_BASE = ("OneCycleLR", "CyclicLR")
 OF_DEEPSPEED: dict[str, Make] = {
     "WarmupDecayLR": lambda o: WarmupDecayLR(o, 20, warmup_max_lr=None, warmup_num_steps=4),
     "OneCycle": lambda o: OneCycle(o, 0.125, 0.5, cycle_first_step_size=5),
@@ -96,7 +98,7 @@ def uninterrupted(make: Make, rate: float) -> tuple[dict[str, Any], list[tuple[f
 
 
 def resumed(
-    make: Make, rate: float | torch.Tensor, stored: dict[str, Any], name: str | None, *, settings: float | None
+    make: Make, rate: float | torch.Tensor, stored: dict[str, Any] | None, name: str | None, *, settings: float | None
 ) -> tuple[Optimizer, list[tuple[float, float]]]:
     """Return the optimizer of a run that goes on from a state, and what its groups have in the next steps.
 
@@ -113,6 +115,7 @@ def resumed(
         name,
         groups=optimizer.param_groups,
         rates_before=before,
+        keeps_settings=settings is not None,
     )
     return optimizer, go_on(optimizer, scheduler, MORE)
 
@@ -137,12 +140,28 @@ def test_one_of_the_same_class_goes_on_with_the_stored_settings_of_the_groups(na
     assert [rate for rate, _ in seen] == [rate for rate, _ in expected]
 
 
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("rate", [0.5, 0.0625])
+def test_one_of_the_same_class_goes_on_where_the_groups_have_the_settings_of_this_run(name: str, rate: float) -> None:
+    """The rate of a group stays the same part of its base rate, whatever that is now."""
+    stored, former = uninterrupted(EVERY[name], 0.5)
+    _, expected = uninterrupted(EVERY[name], rate)
+
+    _, seen = resumed(EVERY[name], rate, stored, name, settings=None)
+
+    if rate == 0.5:
+        # The betas of torch's classes are not cycled here.
+        assert seen == expected == former
+    elif name not in WITHOUT_BASE:
+        assert seen == [pytest.approx(each, rel=1e-12) for each in expected]
+
+
 def test_parameters_of_torchs_schedules_are_the_stored_ones() -> None:
     stored, expected = uninterrupted(OF_TORCH["StepLR"], 0.5)
 
-    _, seen = resumed(lambda o: StepLR(o, 100, gamma=0.1), 0.5, stored, "StepLR", settings=expected[0][0])
-
-    assert seen == expected
+    for settings in (expected[0][0], None):
+        _, seen = resumed(lambda o: StepLR(o, 100, gamma=0.1), 0.5, stored, "StepLR", settings=settings)
+        assert seen == expected
 
 
 def test_a_state_without_a_class_is_told_by_its_entries() -> None:
@@ -155,6 +174,26 @@ def test_a_state_without_a_class_is_told_by_its_entries() -> None:
         assert seen == expected
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_one_that_the_stored_run_did_not_have_begins_with_its_own_rate(name: str) -> None:
+    optimizer = make_optimizer(0.5)
+    expected = go_on(optimizer, EVERY[name](optimizer), MORE)
+
+    _, seen = resumed(EVERY[name], 0.5, None, None, settings=0.01)
+
+    assert [rate for rate, _ in seen] == [rate for rate, _ in expected]
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    stored, expected = uninterrupted(OF_TORCH["StepLR"], 0.5)
+    rate = torch.tensor(0.5)
+
+    optimizer, seen = resumed(OF_TORCH["StepLR"], rate, stored, "StepLR", settings=None)
+
+    assert seen == expected
+    assert optimizer.param_groups[1]["lr"] is rate
+
+
 def test_one_that_cannot_go_back_says_so() -> None:
     stored, _ = uninterrupted(OF_TORCH["StepLR"], 0.5)
     optimizer = make_optimizer(0.5)
@@ -162,4 +201,6 @@ def test_one_that_cannot_go_back_says_so() -> None:
     go_on(optimizer, scheduler, MADE + 1)
 
     with pytest.raises(ConfigError, match=r"SequentialLR has made 8 steps and cannot go back to step 7"):
-        restore_schedule(scheduler, stored, "StepLR", groups=optimizer.param_groups, rates_before=[0.5, 0.5])
+        restore_schedule(
+            scheduler, stored, "StepLR", groups=optimizer.param_groups, rates_before=[0.5, 0.5], keeps_settings=False
+        )
