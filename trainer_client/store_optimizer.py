@@ -309,6 +309,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         self.check_settings(settings)
         for number, stored in enumerate(settings):
             values = dict(stored)
+            # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
+            values.pop(_DECOUPLED, None)
             indexes = _indexes(values.pop("params"))
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]
@@ -317,10 +319,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
                 self.add_param_group({**values, "params": params})
                 continue
-            group = self.param_groups[number]
-            # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
-            values.pop(_DECOUPLED, None)
-            group.update(values)
+            self.param_groups[number].update(values)
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]

@@ -457,6 +457,18 @@ def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run() -> 
     assert (type(row(other, 0)), row(other, 0).lr) == (pb.Adam, 0.5)
 
 
+def test_adam_goes_on_so_with_groups_that_were_added_to_adamw() -> None:
+    net = model()
+    _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
+    optimizer.add_param_group({"params": [net[1].weight], "lr": 0.125})
+    other = StoreOptimizer(Adam([net[0].weight], lr=0.25), list_parameters(net))
+
+    other.load_settings(carried(optimizer))
+
+    added = row(other, 2)
+    assert (type(added), added.lr) == (pb.Adam, 0.125)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_groups_that_were_added_come_back_and_others_are_refused(named: bool) -> None:
     net = model()
