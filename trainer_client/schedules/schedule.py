@@ -6,6 +6,7 @@ group except the rate; OneCycle changes the betas, too.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,7 +127,8 @@ def _parse_values(value: Any) -> float | tuple[float, ...]:
 def _parse_steps(value: Any) -> int | str:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value != int(value) or value < 1:
         raise ValueError("write a positive number of optimizer steps")
     return int(value)
 

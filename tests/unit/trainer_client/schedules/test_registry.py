@@ -131,6 +131,7 @@ def test_all_ranks_must_have_the_same_schedule() -> None:
         ),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": "high"}}, ["scheduler.params.warmup_max_lr = 'high'"]),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 1.5}}, ["warmup_num_steps = 1.5", "a positive number"]),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 1e999}}, ["warmup_num_steps = inf", "a positive number"]),
     ],
 )
 def test_a_section_that_cannot_be_honoured_is_refused_by_its_keys(section: dict[str, Any], words: list[str]) -> None:
