@@ -222,6 +222,15 @@ def test_the_values_that_deepspeeds_users_read_are_there() -> None:
     assert (warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == (RATES, 2, "linear")
 
 
+def test_a_warm_up_without_a_maximum_ends_at_the_own_rate_of_each_group() -> None:
+    optimizer = make_optimizer(2)
+    schedule = WarmupLR(optimizer, warmup_num_steps=2)
+
+    seen = steps_of(optimizer, schedule, 5)
+
+    assert seen[-1][0] == RATES
+
+
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.5)
     optimizer = AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate, capturable=False, foreach=False)
