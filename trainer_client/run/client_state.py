@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import logging
+import numbers
 import random
 import sys
 from collections import Counter
@@ -105,6 +106,9 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 def _pack(value: Any, path: str) -> Any:
     """Return `value` as JSON types; a type that JSON does not have becomes a dict with one key that begins with $."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool | int | float):
+        # Rates and counts of a script may be scalars of numpy, of which Python's float has only float64 as a subclass.
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):

@@ -52,6 +52,13 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...
     assert torch.equal(restored, tensor)
 
 
+@pytest.mark.parametrize(("value", "plain"), [(np.float32(0.1), float(np.float32(0.1))), (np.int64(7), 7)])
+def test_scalars_of_numpy_come_back_as_plain_numbers(value: Any, plain: float) -> None:
+    restored = decode(encode({"optimizer": [{"lr": value}]}))["optimizer"][0]["lr"]
+
+    assert (restored, type(restored)) == (plain, type(plain))
+
+
 def test_an_object_is_refused_by_its_place() -> None:
     with pytest.raises(ClientStateError, match=r"client state\.user\.cursors\[1\] is a object"):
         encode({"user": {"cursors": [0, object()]}})
