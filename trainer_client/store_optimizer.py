@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # The setting that makes torch's Adam its AdamW. No schedule changes it.
 _DECOUPLED = "decoupled_weight_decay"
+# The setting of groups that the config makes for Adam and AdamW. A group without it corrects the bias.
+_CORRECTS = "bias_correction"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
@@ -311,6 +313,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             values = dict(stored)
             # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
             values.pop(_DECOUPLED, None)
+            if _CORRECTS in self.defaults:
+                values.setdefault(_CORRECTS, True)
             indexes = _indexes(values.pop("params"))
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]

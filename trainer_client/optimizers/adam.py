@@ -62,7 +62,7 @@ class AdamArgumentsSection(TorchArgumentsSection):
 
     def group_settings(self) -> dict[str, Any]:
         """Return the settings of groups that torch's class does not know."""
-        return {} if self.bias_correction else {"bias_correction": False}
+        return {"bias_correction": self.bias_correction}
 
     @model_validator(mode="before")
     @classmethod

@@ -457,6 +457,28 @@ def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run() -> 
     assert (type(row(other, 0)), row(other, 0).lr) == (pb.Adam, 0.5)
 
 
+@pytest.mark.parametrize("corrects", [True, False])
+def test_whether_the_bias_is_corrected_is_a_stored_setting(corrects: bool) -> None:
+    net = model()
+    optimizer = configured(net, "Adam", bias_correction=corrects)
+    other = configured(net, "Adam", bias_correction=not corrects)
+
+    other.load_settings(carried(optimizer))
+
+    assert row(other, 0, 3) == row(optimizer, 0, 3)
+    assert other.param_groups[0]["bias_correction"] is corrects
+
+
+def test_a_commit_that_does_not_name_the_correction_of_the_bias_had_it() -> None:
+    net = model()
+    _, former = taken_over(net, net.parameters())
+    other = configured(net, "AdamW", bias_correction=False)
+
+    other.load_settings(carried(former))
+
+    assert row(other, 0, 3).update_count == 3
+
+
 def test_adam_goes_on_so_with_groups_that_were_added_to_adamw() -> None:
     net = model()
     _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
