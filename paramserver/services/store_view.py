@@ -326,5 +326,5 @@ def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
     info.demotions = counters.demotions
     info.bytes_read = counters.bytes_read
     info.bytes_written = counters.bytes_written
-    info.read_seconds = counters.reading.seconds
-    info.write_seconds = counters.writing.seconds
+    info.read_seconds = counters.reading.elapsed
+    info.write_seconds = counters.writing.elapsed

@@ -94,9 +94,9 @@ def _counters(tier: Tier) -> pb.ReadCountersResponse.TierCounters:
         tier=TIER_TO_WIRE[tier.name],
         bytes_read=counters.bytes_read,
         bytes_written=counters.bytes_written,
-        read_seconds=counters.reading.seconds,
-        write_seconds=counters.writing.seconds,
-        fetch_seconds=counters.fetching.seconds,
+        read_seconds=counters.reading.elapsed,
+        write_seconds=counters.writing.elapsed,
+        fetch_seconds=counters.fetching.elapsed,
         bytes_per_second=tier.bandwidth,
     )
 

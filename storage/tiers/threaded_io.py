@@ -75,7 +75,7 @@ class ThreadedIo:
             queued=sum(lane.depth for lane in lanes),
             bytes_in_flight=sum(lane.bytes_in_flight for lane in lanes),
             bytes_moved=sum(lane.bytes_moved for lane in lanes),
-            busy_seconds=sum(lane.busy.seconds for lane in lanes),
+            busy_seconds=sum(lane.busy_seconds for lane in lanes),
             stalled_seconds=time.monotonic() - min(began) if began else 0.0,
         )
 
@@ -208,7 +208,7 @@ class _Lane:
         self.depth = 0
         self.bytes_in_flight = 0
         self.bytes_moved = 0
-        self.busy = BusyClock()
+        self._busy = BusyClock()
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"{name}-{worker}", daemon=True)
             for worker in range(threads)
@@ -244,6 +244,12 @@ class _Lane:
             finally:
                 batch.done.exception()
             raise
+
+    @property
+    def busy_seconds(self) -> float:
+        """The time, up to now, in which at least one move was at the device."""
+        with self._lock:
+            return self._busy.elapsed
 
     def began(self) -> list[float]:
         """Return the begin of each move that is at the device now, on the monotonic clock."""
@@ -329,7 +335,7 @@ class _Lane:
             unchecked = [item for item, error in zip(run, errors, strict=True) if error is None and not item.checked]
             with self._lock:
                 del self._began[worker]
-                self.busy.stop()
+                self._busy.stop()
                 self.bytes_in_flight -= nbytes
                 self.bytes_moved += nbytes
                 for item, error in zip(run, errors, strict=True):
@@ -351,7 +357,7 @@ class _Lane:
                 self._wanted.wait()
             run = self._with_neighbours(head)
             self._began[worker] = time.monotonic()
-            self.busy.start()
+            self._busy.start()
             self.bytes_in_flight += sum(item.nbytes for item in run)
             return run
 

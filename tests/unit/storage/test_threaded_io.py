@@ -244,3 +244,17 @@ async def test_reads_and_writes_of_many_callers_agree_with_a_file_in_memory(tmp_
         assert io.load.queued == 0 and io.load.bytes_in_flight == 0
         assert io.load.bytes_moved == 50 * 24 * PAGE_BYTES
     assert (tmp_path / "data").read_bytes() == model
+
+
+async def test_the_time_of_a_move_that_is_under_way_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves that overlap for a long time would otherwise give a device all of their bytes and none of their time."""
+    gate = Gate(monkeypatch)
+    async with io_on(tmp_path / "data", contents()) as io:
+        gate.close()
+        moving = asyncio.ensure_future(io.read([request(0)], Priority.DEMAND))
+        await gate.reached(1)
+        first, second = io.load, io.load
+        gate.open()
+        await moving
+        assert 0 < first.busy_seconds < second.busy_seconds < io.load.busy_seconds
+        assert io.load.busy_seconds == io.load.busy_seconds, "nothing is under way"
