@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from storage.shard import LAYOUT_SEPARATOR
+
 ArgumentT = TypeVar("ArgumentT")
 
 
@@ -58,12 +60,23 @@ class Span:
     @property
     def job(self) -> str:
         """The identity of the job."""
-        return self.label.rsplit("/", 2)[0]
+        return self._parts[0]
 
     @property
     def subject(self) -> str:
         """The label without the job: the group, and the rest after it."""
-        return "/".join(self.label.rsplit("/", 2)[1:])
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[str, str]:
+        """The identity of the job, and the subject. Names of jobs and of groups may have slashes."""
+        name, separator, rest = self.label.partition(LAYOUT_SEPARATOR)
+        if separator:
+            layout, _, subject = rest.partition("/")
+            return f"{name}{separator}{layout}", subject
+        # Only jobs of earlier versions have no layout's name, and of these the group is taken to have no slash.
+        job, *parts = self.label.rsplit("/", 2)
+        return job, "/".join(parts)
 
 
 class Tracer:

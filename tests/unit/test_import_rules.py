@@ -18,9 +18,9 @@ CHANNELS = (ROOT / "paramserver/contract/channel.py", ROOT / "tests/integration/
 # only, so that a change to it can break nothing below. A new room goes on the lowest floor that this rule allows.
 FLOORS = {
     "storage": (
-        "__init__ config errors failpoints fair_queue position_lock slices tracing tune_interpreter waiting",
+        "__init__ config errors failpoints fair_queue position_lock slices tune_interpreter waiting",
         "integrity shard syscalls",
-        "threads",
+        "threads tracing",
         "tiers",
         "catalog scratch scrub slab",
         "directories gradients host_cache need shadows shard_index",

@@ -24,6 +24,20 @@ def test_a_span_is_told_when_it_has_ended_also_by_an_error() -> None:
     assert (commit.job, commit.subject) == ("a/b", "all groups/step 4"), "a job's name may have slashes"
 
 
+def test_a_group_whose_name_has_slashes_belongs_to_its_job() -> None:
+    """A module may be called `glue/mnli`, and so may a tensor of a StoreClient."""
+    spans: list[Span] = []
+    tracer = Tracer()
+    tracer.listen(spans.append)
+    with tracer.span(Activity.NVME_READ, "a/job\nlayout/heads.glue/mnli[0:16]/param at step 3"):
+        pass
+    with tracer.span(Activity.COMMIT, "a/job\nlayout/all groups/step 4"):
+        pass
+
+    assert [span.job for span in spans] == ["a/job\nlayout"] * 2
+    assert [span.subject for span in spans] == ["heads.glue/mnli[0:16]/param at step 3", "all groups/step 4"]
+
+
 def test_work_that_nobody_watches_is_the_work_itself() -> None:
     tracer, done = Tracer(), list[int]()
 
