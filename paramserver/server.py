@@ -431,9 +431,9 @@ def _watch_for_page(
 ) -> PageData:
     """Keep the history that the page shows, until `cleanup`, and return the figures of the page."""
 
-    def newest_step(name: str) -> int | None:
+    def newest_step(name: str) -> tuple[int, float] | None:
         job = engine.jobs.get(name)
-        return None if job is None else job.newest
+        return None if job is None or job.newest is None else (job.newest, job.retained[job.newest].committed_at)
 
     steps = StepLog(newest_step)
     engine.tracer.listen(steps.note_span)

@@ -102,6 +102,8 @@ class _JobSteps:
     # The bytes of all jobs at the last commit.
     before: _Moved = field(default_factory=_Moved)
     covered: dict[Activity, Covered] = field(default_factory=lambda: {activity: Covered() for activity in TIMED})
+    # The number of the last commit, and when it was made.
+    newest: tuple[int, float] | None = None
 
     def note(self, span: Span) -> None:
         self.moved.add(span)
@@ -143,12 +145,13 @@ class _JobSteps:
 class StepLog:
     """The steps of all jobs since the daemon started."""
 
-    def __init__(self, newest_step: Callable[[str], int | None]) -> None:
+    def __init__(self, newest_step: Callable[[str], tuple[int, float] | None]) -> None:
         """Make an empty log.
 
         Args:
-            newest_step: returns the newest committed step of a job by its name; None: there is no such step. It is
-                called on the thread on which commits end.
+            newest_step: returns the newest committed step of a job by its name: its number, and the time of its commit,
+                which tells two commits of one number apart. None if there is no such step. It is called on the thread
+                on which commits end.
         """
         self._newest_step = newest_step
         # The lock is needed because optimizer kernels end on threads of their own.
@@ -163,7 +166,7 @@ class StepLog:
         name = span.job.partition(LAYOUT_SEPARATOR)[0]
         # A failed commit ends as a span, too. So the newest step is asked of the job instead of being taken from the
         # span.
-        number = self._newest_step(name) if span.activity is Activity.COMMIT else None
+        newest = self._newest_step(name) if span.activity is Activity.COMMIT else None
         with self._lock:
             job = self._jobs.get(name)
             if job is None:
@@ -176,8 +179,9 @@ class StepLog:
                 self._fetched_bytes += span.nbytes
             if span.activity is Activity.DEMAND_FETCH:
                 self._waiting.add(span.began_seconds, span.ended_seconds)
-            if number is not None and not (job.kept and number == job.kept[-1].number):
-                job.close(number, span.ended_seconds, self._moved)
+            if newest is not None and newest != job.newest:
+                job.newest = newest
+                job.close(newest[0], span.ended_seconds, self._moved)
                 self._jobs.move_to_end(name)
 
     @property

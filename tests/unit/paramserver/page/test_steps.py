@@ -20,11 +20,11 @@ class Jobs:
     """The newest steps of some jobs, and a log of their steps."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, int] = {}
+        self.newest: dict[str, tuple[int, float]] = {}
         self.log = StepLog(self.newest.get)
 
     def commit(self, number: int, ended: float, began: float | None = None, job: str = "job") -> None:
-        self.newest[job] = number
+        self.newest[job] = number, ended
         self.log.note_span(span(Activity.COMMIT, ended if began is None else began, ended, job=job))
 
 
@@ -72,7 +72,7 @@ def test_the_layouts_of_a_job_are_one_job_and_a_failed_commit_is_no_step() -> No
     jobs = Jobs()
     jobs.commit(0, 1.0)
     jobs.log.note_span(span(Activity.COMMIT, 1.0, 2.0))
-    jobs.newest["job"] = 1
+    jobs.newest["job"] = 1, 3.0
     jobs.log.note_span(span(Activity.COMMIT, 2.0, 3.0, job=f"job{LAYOUT_SEPARATOR}two ranks"))
 
     assert [(step.number, step.seconds) for step in jobs.log.of_job("job")] == [(0, None), (1, 2.0)]
@@ -87,6 +87,16 @@ def test_a_pause_is_no_step_time_and_a_roll_back_begins_anew() -> None:
     assert [step.seconds for step in jobs.log.of_job("job")] == [None, 1.0, 1.0, 1.0, 1.0, None, 1.0]
     jobs.commit(2, 3602.0)
     assert [(step.number, step.seconds) for step in jobs.log.of_job("job")] == [(2, None)]
+
+
+def test_a_commit_that_has_the_number_of_one_that_was_rolled_back_is_a_step() -> None:
+    """An operator has rolled the job back by one step, and its next run has made that step again."""
+    jobs = Jobs()
+    for number in range(6):
+        jobs.commit(number, float(number))
+    jobs.commit(5, 20.0)
+    jobs.commit(6, 21.0)
+    assert [(step.number, step.seconds) for step in jobs.log.of_job("job")] == [(5, None), (6, 1.0)]
 
 
 def test_bytes_that_were_fetched_and_the_time_of_the_wait_count_over_all_jobs() -> None:
