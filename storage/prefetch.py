@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,13 +35,18 @@ NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand fetch), or for both."""
+    """A slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand fetch), or for both.
+
+    Attributes:
+        activity: the activity as which the fetch is traced. None if it has not begun.
+    """
 
     slab: Slab
     position: float
     owners: set[str] = field(default_factory=set)
     waiters: list[asyncio.Future[HostCopy]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    activity: Activity | None = None
 
     @property
     def priority(self) -> Priority:
@@ -204,8 +210,11 @@ class PrefetchQueue:
         if fetch.task is None:
             self._leave_queue(fetch)
             self._start(fetch, None)
+        # The span of a prefetch does not tell for how long a client waits for its end, so that has a span of its own.
+        is_late = fetch.activity is Activity.PREFETCH
         try:
-            return await waiter
+            with self._tracer.span(Activity.DEMAND_FETCH, slab.label(slab.latest or 0)) if is_late else nullcontext():
+                return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._host_cache.unpin(slab, waiter.result())
@@ -321,9 +330,9 @@ class PrefetchQueue:
 
     async def _run(self, fetch: _Fetch, range_: ArenaRange | None, nbytes: int) -> None:
         slab = fetch.slab
-        activity = Activity.DEMAND_FETCH if fetch.waiters else Activity.PREFETCH
+        fetch.activity = Activity.DEMAND_FETCH if fetch.waiters else Activity.PREFETCH
         try:
-            with self._host.counters.fetching, self._tracer.span(activity, slab.label(slab.latest or 0), nbytes):
+            with self._host.counters.fetching, self._tracer.span(fetch.activity, slab.label(slab.latest or 0), nbytes):
                 copy = await self._load(fetch, range_)
         except BaseException as error:
             del self._fetches[slab]

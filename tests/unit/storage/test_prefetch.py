@@ -17,6 +17,7 @@ from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import Kind
 from storage.tiers import threaded_io
+from storage.tracing import Activity, Span
 from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 UNITS = tuple("abcdefgh")
@@ -128,6 +129,32 @@ async def test_a_demand_overtakes_prefetches_that_wait_for_the_disk(
         training.engine.unpin(await demand)
         await idle(training)
         assert "".join(disk.order) == "ahbcd"
+
+
+async def test_the_wait_for_a_prefetch_that_is_late_is_told_as_a_demand_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=4) as (training, disk):
+        spans: list[Span] = []
+        training.engine.tracer.listen(spans.append)
+        window(training, "a")
+        await reads(disk, 1)
+        late = [fetching(training, "a") for _ in range(2)]
+        while not training.engine.queue.state.demands:
+            await asyncio.sleep(0)
+        late[0].cancel()
+        disk.open()
+        training.engine.unpin(await late[1])
+        training.engine.unpin(await fetching(training, "b"))
+        await idle(training)
+    told = [span for span in spans if span.activity in (Activity.DEMAND_FETCH, Activity.PREFETCH)]
+    # The bytes count once, and so does a read that began as a demand.
+    assert sorted((span.subject[0], span.activity.value, span.nbytes) for span in told) == [
+        ("a", "demand fetch", 0),
+        ("a", "demand fetch", 0),
+        ("a", "prefetch", UNIT_BYTES),
+        ("b", "demand fetch", UNIT_BYTES),
+    ]
 
 
 async def test_a_demand_overtakes_prefetches_that_wait_for_room(
