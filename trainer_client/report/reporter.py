@@ -115,7 +115,7 @@ class Reporter:
         try:
             work, reading = StoreWork(), _reading(future)
             if reading is not None and self._before.tiers:
-                work = StoreWork.between(self._before, reading)
+                work = StoreWork.between(self._before, reading, restarts=step.sums.restarts)
             self._before = reading or self._before
             step.report = make_report(step.number, step.sums, step.gathers, work, self._place, self._roofline)
             if step.line is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from paramserver.contract import tiers
@@ -181,19 +181,30 @@ class StoreWork:
     spilled_activations: int = 0
 
     @classmethod
-    def between(cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse) -> StoreWork:
-        """Return the difference of two readings of the counters; 0 if the daemon was restarted between them."""
+    def between(
+        cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse, *, restarts: int = 0
+    ) -> StoreWork:
+        """Return the difference of two readings of the counters.
+
+        No bytes and no time are known if the daemon was restarted between them, because its counters began at 0 then.
+
+        Args:
+            restarts: how many restarts of the daemon this rank knows of. One is also seen by a counter that is lower.
+        """
         old, new = _by_tier(before), _by_tier(after)
         nvme, was, host = new[tiers.NVME], old[tiers.NVME], new[tiers.HOST]
-        return cls(
-            nvme_read=max(0, nvme.bytes_read - was.bytes_read),
-            nvme_written=max(0, nvme.bytes_written - was.bytes_written),
-            nvme_read_seconds=max(0.0, nvme.read_seconds - was.read_seconds),
-            nvme_write_seconds=max(0.0, nvme.write_seconds - was.write_seconds),
-            fetch_seconds=max(0.0, host.fetch_seconds - old[tiers.HOST].fetch_seconds),
+        work = cls(
+            nvme_read=nvme.bytes_read - was.bytes_read,
+            nvme_written=nvme.bytes_written - was.bytes_written,
+            nvme_read_seconds=nvme.read_seconds - was.read_seconds,
+            nvme_write_seconds=nvme.write_seconds - was.write_seconds,
+            fetch_seconds=host.fetch_seconds - old[tiers.HOST].fetch_seconds,
             device_bytes_per_second=nvme.bytes_per_second,
-            spilled_activations=max(0, after.spilled_activation_bytes - before.spilled_activation_bytes),
+            spilled_activations=after.spilled_activation_bytes - before.spilled_activation_bytes,
         )
+        if restarts or any(value < 0 for value in astuple(work)):
+            return cls(device_bytes_per_second=nvme.bytes_per_second)
+        return work
 
 
 class Roofline:

@@ -133,7 +133,21 @@ def test_two_readings_of_the_store_make_its_work() -> None:
         fetch_seconds=1.0,
         device_bytes_per_second=1e9,
     )
-    assert StoreWork.between(reading(3), reading(1)).nvme_read == 0
+    assert StoreWork.between(reading(3), reading(1)) == StoreWork(device_bytes_per_second=1e9)
+
+
+def test_the_counters_of_two_daemons_are_not_subtracted_from_each_other() -> None:
+    """The next daemon may have read more than the former one had, in less time, which would be the best rate."""
+
+    def reading(nbytes: int, seconds: float) -> pb.ReadCountersResponse:
+        nvme = pb.ReadCountersResponse.TierCounters(tier=pb.TIER_NVME, bytes_read=nbytes, read_seconds=seconds)
+        host = pb.ReadCountersResponse.TierCounters(tier=pb.TIER_HOST)
+        return pb.ReadCountersResponse(tiers=[host, nvme])
+
+    former = reading(100 * MB, 1.0)
+    assert StoreWork.between(former, reading(500 * MB, 0.5)) == StoreWork()
+    assert StoreWork.between(former, reading(500 * MB, 1.01), restarts=1) == StoreWork()
+    assert StoreWork.between(former, reading(500 * MB, 5.0)).nvme_read == 400 * MB
 
 
 def test_the_report_is_json_and_a_line() -> None:
