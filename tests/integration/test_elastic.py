@@ -144,6 +144,20 @@ def test_what_a_run_leaves_on_a_store_is_only_what_the_job_needs(
             assert needed < job_bytes(store.address, name) / len(layout.steps) < 1.4 * needed
 
 
+def test_a_store_whose_ranks_use_a_socket_is_asked_at_its_address_among_the_peers(
+    results: dict[str, list[PartResult]], stores: Stores, tmp_path: Path
+) -> None:
+    """The ranks of two nodes use one path, which leads to another store on each node. The part of the second store is
+    on no other one."""
+    own = tuple(str(store.state_dir) for store in (stores.first, stores.second))
+    addresses = ("unix:/proc/self/cwd/paramserver.sock",)
+    part = Part(job="nodes", until=STEPS, addresses=addresses, directories=own)
+
+    (found,) = launch([replace(part, peers=(stores.first.address, stores.second.address))], 2, tmp_path)
+
+    assert found.resumed_step == STEPS
+
+
 def test_without_a_store_that_has_a_part_nothing_is_begun(results: dict[str, list[PartResult]], stores: Stores) -> None:
     before = read_job("nodes", [stores.first.address, stores.second.address])
     part = Part(job="nodes", until=99, addresses=(stores.second.address,))

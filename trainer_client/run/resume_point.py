@@ -30,6 +30,7 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.address import is_socket
 from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD
 from paramserver.contract.replica_names import replicated_job
@@ -190,8 +191,9 @@ def find_start(
     stores = [StoreAddress(**item) for item in start.pop("stores")]
     # A rank's own store comes first, so that the rank reads from it all elements that it has. The daemon at its address
     # may be restarted before that, and has another epoch then.
+    patience = store.reattach_seconds
     own = [
-        replace(other, epoch="", wait_seconds=max(other.wait_seconds, store.reattach_seconds))
+        replace(other, address=store.address, epoch="", wait_seconds=max(other.wait_seconds, patience))
         for other in stores
         if other.epoch == store.epoch
     ]
@@ -316,8 +318,11 @@ class _Search:
             self._problems.append(f"{address}: {error}")
             return
         for key, view in found.items():
-            # The view of a rank's own store is known already.
-            self._views.setdefault(key, view)
+            known = self._views.setdefault(key, view)
+            # The view of a rank's own store is known already. A UNIX socket by which that rank knows the store leads to
+            # another store on each node, and this address has led to the right one.
+            if is_socket(known.store.address):
+                self._views[key] = replace(known, store=replace(known.store, address=address))
 
     def _view_of(self, client: StoreClientSync, store: StoreAddress, layouts: Sequence[StoredLayout]) -> _View:
         """Return the view of a peer. It can raise StoreError."""

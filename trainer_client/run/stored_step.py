@@ -52,7 +52,7 @@ def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
     raise StoreUnavailableError(
         grpc.StatusCode.UNAVAILABLE,
         f"the store at {store.address!r} is on another node and cannot be reached under this address: let its daemon "
-        "`listen`, and set paramserver.address of its ranks to HOST:PORT",
+        "`listen`, and set paramserver.address of its ranks to HOST:PORT, or name that in paramserver.peers",
     )
 
 

@@ -59,6 +59,7 @@ class Part:
     Attributes:
         addresses: the addresses of the stores; rank r uses number r modulo their number.
         peers: the addresses of the other stores, from which the ranks read an older layout.
+        directories: rank r works in number r, so an address in /proc/self/cwd is that of another store on each rank.
         die: kill rank 0 as soon as its store has more bytes of the job than before it began.
     """
 
@@ -66,6 +67,7 @@ class Part:
     until: int
     addresses: tuple[str, ...]
     peers: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     die: bool = False
 
@@ -105,6 +107,8 @@ def config_of(part: Part, rank: int) -> dict[str, Any]:
 
 def train_part(part: Part, run: Run = RUN, frozen: str | None = None) -> PartResult:
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if part.directories:
+        os.chdir(part.directories[rank])
     model = build_model(run)
     if frozen is not None:
         model.get_parameter(frozen).requires_grad_(False)
