@@ -33,6 +33,7 @@ from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
 from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.run.replicas import choose_holders
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
@@ -304,6 +305,18 @@ def test_too_few_other_daemons_are_an_error_that_says_what_to_write(nodes: Nodes
     for section, message in wrong:
         with pytest.raises(ConfigError, match=message), started(nodes.own.address, job, **section):
             pass
+
+
+def test_two_addresses_of_one_daemon_are_one_holder(nodes: Nodes, tmp_path: Path) -> None:
+    with StoreClientSync.connect(nodes.own.address) as client:
+        own = client.epoch
+    twice = [nodes.holder.address, f"unix://{nodes.holder.socket}"]
+    choose = partial(choose_holders, own_epoch=own, credentials=NO_CREDENTIALS, is_ring=False)
+    gone = f"unix:{tmp_path}/gone.sock"
+
+    assert choose([nodes.own.address, gone, *twice], 2) == [nodes.holder.address, gone]
+    with pytest.raises(ConfigError, match="names 1 daemons besides the job's own"):
+        choose([nodes.own.address, *twice], 2)
 
 
 # --- the holder is lost, full or slow

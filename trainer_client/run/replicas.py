@@ -49,7 +49,13 @@ def choose_holders(
     ring = list(epochs)
     own = next((place for place, address in enumerate(ring) if epochs[address] == own_epoch), 0)
     ring = [*ring[own:], *ring[:own]] if is_ring else ring
-    others = [address for address in ring if epochs[address] != own_epoch]
+    # Two addresses may lead to one daemon, which can hold one replica of a job only. An address that does not answer
+    # may be that of any daemon.
+    found: dict[str, str] = {}
+    for address in ring:
+        if epochs[address] != own_epoch:
+            found.setdefault(epochs[address] or address, address)
+    others = list(found.values())
     if len(others) < replicas:
         raise ConfigError(
             f"paramserver.replicas = {replicas}: replica.addresses ({', '.join(addresses)}) names {len(others)} "
