@@ -157,21 +157,35 @@ class FollowerProcess:
     def _listen(self) -> None:
         """Take what the follower tells, and start the next one when it has ended."""
         while True:
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                self._note(json.loads(line))
-            code = self._process.wait()
-            self._process.stdout.close()
+            process = self._process
+            assert process.stdout is not None
+            for line in process.stdout:
+                # A follower that is killed may leave the beginning of a line.
+                with suppress(ValueError):
+                    self._note(json.loads(line))
+            code = process.wait()
+            process.stdout.close()
             with self._changed:
                 if self._stopping:
                     return
                 self._close_stdin()
-                self._problem = f"the follower ended with {code}"
-                self._changed.notify_all()
-                log.warning("the follower of %s ended with %d; starting it again", self.holder, code)
-                if self._changed.wait_for(lambda: self._stopping, _RESTART_SECONDS):
-                    return
-                self._process = self._start()
+                self._say(f"the follower ended with {code}", "starting it again")
+                while self._process is process:
+                    if self._changed.wait_for(lambda: self._stopping, _RESTART_SECONDS):
+                        return
+                    try:
+                        self._process = self._start()
+                    except OSError as error:
+                        # For example, the memory that has ended the follower is still short.
+                        self._say(f"the follower cannot be started: {error}", "trying again")
+
+    def _say(self, problem: str, remedy: str) -> None:
+        """Log why there is no follower, and let those that wait for a step see it."""
+        if problem == self._problem:
+            return
+        self._problem = problem
+        self._changed.notify_all()
+        log.warning("the replica at %s gets no steps, because %s; %s", self.holder, problem, remedy)
 
     def _note(self, state: dict[str, object]) -> None:
         step, problem = state["step"], str(state["problem"])
