@@ -66,7 +66,7 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
         "tier_evictable_bytes",
         "Bytes of clean copies that can be evicted at once.",
         lambda tier: tier.evictable_bytes,
-        tiers=_GPU_AND_HOST,
+        tiers=_COPIES,
     ),
     Figure(
         "tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_GPU_AND_HOST

@@ -206,14 +206,14 @@ function ticks() {
 
 // --- tiers
 
-const TIER_NAMES = { host: "Host memory", nvme: "NVMe", gpu: "GPU memory" };
+const TIER_NAMES = { host: "Host memory", nvme: "NVMe", gpu: "GPU memory", remote: "Memory of lenders" };
 const tierName = (name) => TIER_NAMES[name] ?? name;
 
 function segments(tier) {
   const held = tier.leased_bytes + tier.evictable_bytes + tier.quarantined_bytes + tier.bad_bytes;
   const other = Math.max(0, tier.used_bytes - held);
   const isHost = tier.name === "host";
-  const hasCopies = isHost || tier.name === "gpu";
+  const hasCopies = isHost || tier.name === "gpu" || tier.name === "remote";
   return [
     { name: "leased", label: "leased", value: tier.leased_bytes, shown: hasCopies },
     { name: "used", label: isHost ? "other use" : "used", value: other, shown: isHost || !hasCopies },

@@ -115,6 +115,8 @@ class StoreView:
         elif engine.remote is not None and tier is engine.remote:
             # The fields of the record have the names of those of the message.
             info.lenders.extend(admin_pb.TierInfo.Lender(**asdict(lender)) for lender in engine.remote.lenders)
+            # All that lies there are copies of versions on NVMe, which give way to others.
+            info.evictable_bytes = info.used_bytes
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.gradient_bytes = engine.gradients.spilled_bytes

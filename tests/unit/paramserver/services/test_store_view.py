@@ -9,6 +9,7 @@ import pytest
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.events import EventLog
+from paramserver.metrics.families import tier_families
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.security.quotas import Quotas, QuotasSection
 from paramserver.services.store_view import StoreView
@@ -20,6 +21,7 @@ from storage.engine import Engine
 from storage.shard import Kind
 from tests.unit.paramserver.sessions.builders import SEATS
 from tests.unit.storage.builders import MIB, Layout, Training, held, opened
+from tests.unit.storage.test_remote_tier import paired, trained
 from tests.unit.storage.test_third_tier import evict_all
 
 
@@ -55,3 +57,18 @@ async def test_the_time_of_what_is_under_way_counts(tmp_path: Path, monkeypatch:
         assert before.devices[0].busy_seconds < during.devices[0].busy_seconds
         assert before.read_seconds < counted[pb.TIER_NVME].read_seconds
         assert counted[pb.TIER_HOST].fetch_seconds > 0
+
+
+async def test_what_lies_with_lenders_can_be_evicted_so_their_memory_is_not_short(tmp_path: Path) -> None:
+    """It is filled as far as it goes, and the alert for a full tier leaves out what can be evicted."""
+    async with paired(tmp_path) as pair:
+        await trained(pair)
+        view = view_of(pair.borrower, tmp_path)
+        remote = reading_of(view, pb.TIER_REMOTE)
+        shown = {family.name: family for family in tier_families(view.tiers().tiers)}
+        (told,) = (
+            sample.value
+            for sample in shown["paramserver_tier_evictable_bytes"].samples
+            if sample.labels["tier"] == "remote"
+        )
+    assert 0 < remote.used_bytes == remote.evictable_bytes == told
