@@ -16,7 +16,8 @@ from paramserver.page.steps import StepLog
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.sessions.sessions import Sessions
 from storage.engine import Engine
-from storage.tiers.base import TierCounters
+from storage.shard import TierName
+from storage.tiers.contract import Tier
 
 INTERVAL_SECONDS = 2.0
 # The samples of ten minutes, one every two seconds.
@@ -46,6 +47,12 @@ class History:
         """The number of the sample that is taken next; the first one has number 0."""
         return self._taken
 
+    @property
+    def _tiers(self) -> Sequence[Tier]:
+        """All tiers but host memory. The gpu tier is there before a client offers memory, because columns stay."""
+        engine = self._engine
+        return (engine.gpu, *(() if engine.remote is None else (engine.remote,)), *engine.backing)
+
     async def take(self) -> None:
         """Take a sample. A counter's value in it is the counter's growth per second since the sample before."""
         counters, now = self._count(), time.monotonic()
@@ -70,9 +77,8 @@ class History:
         """
         engine, steps = self._engine, self._steps
         figures: dict[str, Number] = {"host_fetched_bytes_per_second": steps.fetched_bytes}
-        for tier in engine.backing:
-            name, counters = tier.name, tier.counters
-            figures |= {f"{name}_{figure}": value for figure, value in _traffic(counters).items()}
+        for tier in self._tiers:
+            figures |= {f"{tier.name}_{figure}": value for figure, value in _traffic(tier).items()}
         for index, device in enumerate(engine.nvme.files[:MOST_DEVICES]):
             figures[f"device_{index}_bytes_per_second"] = device.io.load.bytes_moved
         return figures | {
@@ -90,7 +96,7 @@ class History:
             "host_room_queue": host.queue_depth,
             "host_fetch_queue": engine.queue.depth,
         }
-        for tier in engine.backing:
+        for tier in self._tiers:
             figures |= {f"{tier.name}_used_bytes": tier.used_bytes, f"{tier.name}_queue": tier.queue_depth}
         for index, device in enumerate(engine.nvme.files[:MOST_DEVICES]):
             load = device.io.load
@@ -101,13 +107,13 @@ class History:
         return figures | {"silent_seconds": silent_seconds}
 
 
-def _traffic(counters: TierCounters) -> Mapping[str, Number]:
-    return {
-        "read_bytes_per_second": counters.bytes_read,
-        "written_bytes_per_second": counters.bytes_written,
-        "reading": counters.reading.elapsed,
-        "writing": counters.writing.elapsed,
-    }
+def _traffic(tier: Tier) -> Mapping[str, Number]:
+    counters = tier.counters
+    moved = {"read_bytes_per_second": counters.bytes_read, "written_bytes_per_second": counters.bytes_written}
+    # The bytes of a device are copied by its client, so the daemon does not know for how long.
+    if tier.name is TierName.GPU:
+        return moved
+    return moved | {"reading": counters.reading.elapsed, "writing": counters.writing.elapsed}
 
 
 def _short(value: Number) -> Number:

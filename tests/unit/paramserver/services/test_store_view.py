@@ -8,29 +8,24 @@ from pathlib import Path
 import pytest
 
 from paramserver.dataplane.chunk_budget import ChunkBudget
-from paramserver.events import EventLog
 from paramserver.metrics.families import tier_families
 from paramserver.process.loop_watch import LoopWatch
-from paramserver.security.quotas import Quotas, QuotasSection
 from paramserver.services.store_view import StoreView
 from paramserver.services.tracing import read_counters
-from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.engine import Engine
 from storage.shard import Kind
-from tests.unit.paramserver.sessions.builders import SEATS
+from tests.unit.paramserver.sessions.builders import sessions_of
 from tests.unit.storage.builders import MIB, Layout, Training, held, opened
 from tests.unit.storage.test_remote_tier import paired, trained
 from tests.unit.storage.test_third_tier import evict_all
 
 
 def view_of(engine: Engine, directory: Path) -> StoreView:
-    limits = SessionLimits(heartbeat_timeout_seconds=60.0, grace_seconds=60.0, late_copy_seconds=1.0, seats=SEATS)
-    sessions = Sessions(engine, limits, Quotas(QuotasSection()), EventLog(), on_end=lambda _: None)
     # The watch is not entered, so it has no thread.
     watch = LoopWatch(asyncio.get_running_loop(), lambda _: None)
-    return StoreView(engine, sessions, ChunkBudget(MIB, stall_seconds=1.0), watch, "epoch", directory)
+    return StoreView(engine, sessions_of(engine), ChunkBudget(MIB, stall_seconds=1.0), watch, "epoch", directory)
 
 
 def reading_of(view: StoreView, tier: pb.Tier) -> admin_pb.TierInfo:

@@ -40,16 +40,21 @@ class Stream:
         pass
 
 
+def sessions_of(engine: Engine, quotas: QuotasSection | None = None, *, grace_seconds: float = 60.0) -> Sessions:
+    """Return the sessions of an engine, of which there are none yet."""
+    limits = SessionLimits(
+        heartbeat_timeout_seconds=60.0, grace_seconds=grace_seconds, late_copy_seconds=1.0, seats=SEATS
+    )
+    return Sessions(engine, limits, Quotas(quotas or QuotasSection()), EventLog(), on_end=lambda _: None)
+
+
 @asynccontextmanager
 async def serving(
     state_dir: Path, quotas: QuotasSection | None = None, *, grace_seconds: float = 60.0, **changes: Any
 ) -> AsyncIterator[tuple[Engine, Sessions]]:
     """Open an engine and its sessions; at the end of the block end them, and check that nothing leaked."""
-    limits = SessionLimits(
-        heartbeat_timeout_seconds=60.0, grace_seconds=grace_seconds, late_copy_seconds=1.0, seats=SEATS
-    )
     async with opened(state_dir, arena_slots=16, **changes) as engine:
-        sessions = Sessions(engine, limits, Quotas(quotas or QuotasSection()), EventLog(), on_end=lambda _: None)
+        sessions = sessions_of(engine, quotas, grace_seconds=grace_seconds)
         yield engine, sessions
         await sessions.close()
 
