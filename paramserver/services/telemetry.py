@@ -27,18 +27,26 @@ _MOST_STEPS = 16
 
 @dataclass(slots=True, eq=False)
 class _Traced:
-    """The steps of one job, oldest first, each with the time (of time.monotonic()) at which it began.
+    """The steps of one job, oldest first: the id of each one's trace, the time at which it began, and its span.
 
-    A parent of None stands for steps without a trace. `header` is the newest `traceparent` header that a call had; ""
-    if the call had none.
+    The id is "" and the span None for steps without a trace. Times are those of time.monotonic().
     """
 
-    header: str = ""
-    steps: deque[tuple[float, Parent | None]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    steps: deque[tuple[str, float, Parent | None]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+
+    def has_begun(self, trace_id: str) -> bool:
+        """Return whether the newest step has this trace, or an earlier step has it and the newest one another.
+
+        A rank that is behind the others still makes calls of an earlier step, which must not begin that step anew. A
+        call without a trace may always be one of a new step.
+        """
+        newest = self.steps[-1][0] if self.steps else None
+        is_earlier = bool(trace_id and newest) and any(trace_id == known for known, _, _ in self.steps)
+        return trace_id == newest or is_earlier
 
     def at(self, began: float) -> Parent | None:
         """Return the span of the step that was under way at a time; None if it is not known, or had no trace."""
-        return next((parent for since, parent in reversed(self.steps) if since <= began), None)
+        return next((parent for _, since, parent in reversed(self.steps) if since <= began), None)
 
 
 class Telemetry:
@@ -53,7 +61,8 @@ class Telemetry:
         """Note to which step a rank's call belongs, if that step is traced."""
         if session.run is None:
             return
-        header = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
+        given = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
+        header = str(given)
         name, now = session.run.spec.name, time.monotonic()
         with self._lock:
             traced = self._jobs.get(name)
@@ -64,11 +73,11 @@ class Telemetry:
                 if len(self._jobs) > _MOST_JOBS:
                     self._jobs.popitem(last=False)
             # The ranks of a step share its trace, so the spans are put below the rank whose call came first.
-            if _trace_id(header) != _trace_id(traced.header):
-                parent = self._sender.parent_of(str(header)) if header else None
-                traced.steps.append((now, parent))
+            trace_id = _trace_id(header)
+            if not traced.has_begun(trace_id):
+                parent = self._sender.parent_of(header) if header else None
+                traced.steps.append((trace_id, now, parent))
                 self._jobs.move_to_end(name)
-            traced.header = str(header)
 
     def note_span(self, span: Span) -> None:
         """Send an operation that has ended, if the step in which it began is traced."""
@@ -86,6 +95,6 @@ class Telemetry:
             self._sender.add(parent, span.activity.value, span.began_seconds, span.ended_seconds, attributes)
 
 
-def _trace_id(header: str | bytes) -> str:
+def _trace_id(header: str) -> str:
     """Return the part of a `traceparent` that names the trace; "" for an empty header."""
-    return str(header)[3:35]
+    return header[3:35]
