@@ -27,7 +27,7 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Client, Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.copying.follow import Follower, FollowerOrder, Place
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "prometheus"
@@ -252,7 +252,7 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
         assert recorded, "the recording rules are evaluated, too"
 
 
-def replicated(own: Daemon, holder: Daemon) -> AbstractContextManager[None]:
+def replicated(own: Daemon, holder: Daemon) -> AbstractContextManager[Follower]:
     """Keep a replica of a daemon's job."""
     origin, target = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
     return following(FollowerOrder(job=TRAINED.name, origin=origin, holder=target, finish_seconds=1.0))

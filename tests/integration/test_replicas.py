@@ -369,6 +369,33 @@ def test_a_holder_that_stands_still_costs_steps_of_the_replica_only(nodes: Nodes
         wait_until(lambda: step_of(nodes.holder, job) == 19, seconds=60)
 
 
+def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_run_has_not(
+    nodes: Nodes, tmp_path: Path, job: str
+) -> None:
+    """The holder is lost for good. Its follower tries until its time is over, beside a run with another config."""
+    tensors = {"weight": torch.zeros(64)}
+    order = FollowerOrder(
+        job=job,
+        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        holder=Place.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS),
+        finish_seconds=1.0,
+    )
+    with StoreClientSync.connect(nodes.own.address) as client:
+        with client.open(job, tensors) as writer:
+            writer.put(tensors)
+            writer.commit()
+        with following(order) as follower:
+            wait_until(lambda: bool(replica_of(nodes.own, job).problem))
+            shown = replica_of(nodes.own, job)
+            assert (shown.holder, shown.lag_steps) == (order.holder.address, 1)
+            follower.finish()
+            with client.open(job, tensors) as writer:
+                writer.put(tensors)
+                writer.commit()
+        found = job_info(nodes.own, job)
+    assert found is not None and found.committed_step == 1 and not found.replicas
+
+
 def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:
     with Daemon(tmp_path / "full", DAEMON | {"nvme_budget": "1MiB"}) as full:
         replica = {"addresses": [full.address], "timeout_seconds": 1.0}

@@ -269,7 +269,10 @@ class Follower:
         with self._changed:
             self.state = replace(self.state, problem=problem)
             self._tell(self.state)
-        self._report()
+            is_finishing = self._finish_at is not None
+        # Another run may have opened the job meanwhile, and the daemon shows the replicas of the last run.
+        if not is_finishing:
+            self._report()
 
     def _report(self) -> None:
         """Report to the daemon that commits the job. A failure is ignored, because the follower reports again."""
