@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -34,6 +35,7 @@ from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
 from trainer_client.copying.follow import FollowerOrder, Place
 from trainer_client.run.replicas import choose_holders
+from trainer_client.transport.arena import Arena
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
@@ -394,6 +396,33 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
                 writer.commit()
         found = job_info(nodes.own, job)
     assert found is not None and found.committed_step == 1 and not found.replicas
+
+
+def test_a_follower_hears_of_commits_again_after_a_shortage_of_memory(
+    nodes: Nodes, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"weight": torch.zeros(64)}
+    with StoreClientSync.connect(nodes.own.address) as client, client.open(job, tensors) as writer:
+        writer.put(tensors)
+        writer.commit()
+    really_map, failures = Arena.map, [OSError(errno.ENOMEM, "Cannot allocate memory")]
+
+    def map_later(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return really_map(*arguments, **options)
+
+    monkeypatch.setattr(Arena, "map", map_later)
+    order = FollowerOrder(
+        job=job,
+        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
+        finish_seconds=20.0,
+    )
+    with following(order):
+        wait_until(lambda: step_of(nodes.holder, job) == 0)
+        wait_until(lambda: not replica_of(nodes.own, job).problem)
+    assert not failures
 
 
 def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:

@@ -196,8 +196,9 @@ class Follower:
                             is_well_again = bool(self.state.problem) and commit.step == self.state.step
                         if is_well_again:
                             self._tell_problem("")
-                except TrainerClientError as error:
-                    # A copy that is under way waits longer for the daemon, which may be started again.
+                except (TrainerClientError, OSError) as error:
+                    # A copy that is under way waits longer for the daemon, which may be started again. An OSError says
+                    # that its memory cannot be mapped, as while this machine is short of memory.
                     self._tell_problem(f"the commits at {self._order.origin.address} cannot be watched: {error}")
                     self._watching.extend()
                     self._watching.pause(_FIRST_PAUSE_SECONDS)
