@@ -28,7 +28,7 @@ class Replica:
 
     Attributes:
         holder: address of the daemon that holds it, for people.
-        step: the newest step that the holder has; None: it has none yet.
+        step: the newest step that the holder has, as far as followers have told. None if none has told of a step.
         sent_bytes: the bytes that the follower has sent there.
         copy_seconds: how long the last step took.
         problem: why the holder gets no steps now; "": it gets them.
@@ -103,6 +103,9 @@ class Replicas:
                 raise BudgetExceededError(f"job {job!r} has {MOST_HOLDERS} replicas here, and can have no more")
             replica = replicas[holder] = Replica(holder=holder)
             self._events.add(EventKind.JOB, job, f"a follower keeps a replica of the job at {holder}")
+        if step is None:
+            # A follower that was started again does not know yet which step the holder has, nor whether it gets more.
+            step, problem = replica.step, problem or replica.problem
         if bool(problem) != bool(replica.problem):
             what = f"gets no steps: {problem}" if problem else f"gets steps again, and has step {step}"
             self._events.add(EventKind.JOB, job, f"the replica at {holder} {what}")

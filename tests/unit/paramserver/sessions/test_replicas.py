@@ -88,6 +88,27 @@ def test_events_tell_when_a_replica_gets_no_steps_and_when_it_does_again() -> No
     ]
 
 
+def test_a_follower_that_was_started_again_takes_nothing_back(clock: Clock) -> None:
+    """Its first report has no step and no problem, because it has not tried yet."""
+    events = EventLog()
+    of = Replicas(events)
+    report(of, 1, 1)
+    of.note_commit("job", 2)
+    report(of, 2, 1, "no answer")
+    clock.now += 3
+    report(of, 2, None)
+    (replica,) = of.of_job("job")
+    assert (replica.step, replica.problem, lag(of, 2)) == (1, "no answer", (1, 3.0))
+    report(of, 2, None, "another problem")
+    assert (replica.step, replica.problem) == (1, "another problem")
+    report(of, 2, 2)
+    assert (replica.step, replica.problem, lag(of, 2)) == (2, "", (0, 0.0))
+    assert [event.text for event in events.recent(10)][1:] == [
+        "the replica at b:1 gets no steps: no answer",
+        "the replica at b:1 gets steps again, and has step 2",
+    ]
+
+
 def test_a_job_has_a_limited_number_of_replicas_until_another_run_opens_it() -> None:
     of = Replicas(EventLog())
     for number in range(MOST_HOLDERS):
