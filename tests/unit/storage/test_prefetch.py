@@ -72,6 +72,9 @@ async def stored_units(
             yield training, disk
         finally:
             disk.open()
+            # After a failure, prefetches of the windows may wait for room without end.
+            for owner in engine.queue.owners:
+                engine.end_prefetch(owner)
             while engine.queue.depth:
                 await asyncio.sleep(0.001)
             engine.host.free(filler)
@@ -179,8 +182,10 @@ async def test_a_prefetch_never_displaces_what_is_needed_sooner(
     async with stored_units(tmp_path, monkeypatch, units=3) as (training, disk):
         disk.open()
         window(training, "abcdefgh")
-        await asyncio.sleep(0.05)
-        assert resident(training) == "abc", "the rest waits for room"
+        async with asyncio.timeout(10):
+            while resident(training) != "abc":
+                await asyncio.sleep(0.001)
+        assert training.engine.queue.depth == 5, "the rest waits for room"
         # The trainer has used these units, and their next use is far away.
         for unit in "ab":
             training.engine.unpin(await fetching(training, unit), next_use=100.0)
