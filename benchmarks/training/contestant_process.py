@@ -24,7 +24,7 @@ from benchmarks.common.processes import MemoryWatch, ProcessTree, Use, larger
 from benchmarks.training.task import TrainingTask
 
 START_SECONDS = 300.0
-STEP_SECONDS = 120.0
+STEP_SECONDS = 600.0
 STOP_SECONDS = 90.0
 ERROR_LINES = 8
 

@@ -98,7 +98,7 @@ def measure(
     peer: DeepSpeedEnvironment | None = None,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """Measure all depths in all cases, and yield the result so far after each case; see the module.
+    """Measure all depths in all cases, and yield the result so far after each of them; see the module.
 
     The cases with other numbers of micro-batches than `accumulations` are those of the kept results.
 
@@ -127,15 +127,15 @@ def measure(
             if problem is not None:
                 found["DeepSpeed"] = {"not_run": problem}
             sizes.append({"parameters": size, "layers": task.layers, "hidden": task.hidden} | found)
-        case = {"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)}
-        cases[clip, accumulation] = case | {"provenance": machine.provenance()}
-        yield {
-            "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
-            | {"precision": bf16_emulation.precision_in_words()},
-            "host_budget_bytes": budget,
-            "memory_limit_bytes": memory_limit,
-            "cases": [cases[case] for case in CASES if case in cases],
-        }
+            case = {"clip": clip, "accumulation": accumulation, "sizes": sizes, "flatness": _flatness(sizes)}
+            cases[clip, accumulation] = case | {"provenance": machine.provenance()}
+            yield {
+                "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
+                | {"precision": bf16_emulation.precision_in_words()},
+                "host_budget_bytes": budget,
+                "memory_limit_bytes": memory_limit,
+                "cases": [cases[case] for case in CASES if case in cases],
+            }
 
 
 def _kept_cases(
