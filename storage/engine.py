@@ -336,7 +336,10 @@ class Engine:
         self.gradients.reserved_for_activations.pop(spec.name, None)
         if known is not None:
             await self.backing.watch.unless_stuck(self._quiesce_all(known))
-            if known.newest is None:
+            # The job is looked up again, because a commit that was under way may have given it its first step or
+            # another layout.
+            found = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
+            if found is known and known.newest is None:
                 await self._job_registry.free(known)
         return self._job_registry.attach(spec)
 
@@ -481,10 +484,18 @@ class Engine:
             await self._job_registry.free_copies(job)
 
     async def _quiesce_all(self, job: Job) -> None:
-        """Quiesce a job, and free the layout that was being filled to replace it."""
-        if (filling := job.unfinished_successor) is not None:
+        """Quiesce a job, and free the layout that was being filled to replace its newest one.
+
+        If the first commit of that layout was under way and succeeds, the layout is the job's newest one afterwards.
+        """
+        filling = job.successor
+        if filling is not None and self._jobs.by_name.get(job.spec.name) is job:
             await self.abandon_pending(filling)
-            await self._job_registry.free(filling)
+            # The commit is finished only now, and from then on the catalog names the layout.
+            if filling.newest is None:
+                await self._job_registry.free(filling)
+            else:
+                await self._quiesce(filling)
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:

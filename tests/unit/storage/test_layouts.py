@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from storage.errors import (
     BudgetExceededError,
     ConflictError,
     DeviceError,
+    DeviceStuckError,
     DiskFullError,
     InvalidRequestError,
     StorageError,
@@ -26,7 +29,8 @@ from storage.failpoints import Failpoint
 from storage.reader import StepReader
 from storage.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
 from storage.versions import Job
-from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened
+from storage.waiting import unlogged
+from tests.unit.storage.builders import MIB, Fault, Layout, Training, held, opened
 
 LAYOUTS = {
     "nvme": Layout(precision=DType.BFLOAT16),
@@ -308,6 +312,70 @@ async def test_a_commit_that_fails_leaves_the_former_layout(tmp_path: Path, monk
         await engine.end_run(job)
         await training.open()
         await training.assert_at(1)
+
+
+@asynccontextmanager
+async def committing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Job, threading.Event]]:
+    """Yield a new layout, whose first commit, step 2, waits in its sync, and the event that ends this wait."""
+    layout = LAYOUTS["nvme"]
+    training = await Training(engine, layout).begin()
+    await training.step()
+    await engine.end_run(training.job)
+    source = await engine.open_reader(training.job)
+    job = await begin(training, spec_of(layout))
+    await fill(engine, source, job, halves(layout))
+    source.close()
+    with held(monkeypatch, "sync_data") as go_on:
+        commit = unlogged(asyncio.ensure_future(engine.commit(job, 2, {0: b""}, 2)))
+        while job.pending is None or job.pending.at_rest.is_set():
+            await asyncio.sleep(0)
+        yield job, go_on
+        go_on.set()
+        await asyncio.wait([commit])
+
+
+@pytest.mark.parametrize("is_stuck", [False, True], ids=["slow", "stuck"])
+async def test_a_layout_whose_first_commit_is_under_way_is_there_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """The call that opens the job waits for the commit. It goes on when a stuck device answers."""
+    spec = spec_of(LAYOUTS["nvme"])
+    async with opened(tmp_path, **ROOMY, device_timeout_seconds=0.2 if is_stuck else 30) as engine:
+        async with committing(engine, monkeypatch) as (job, go_on):
+            opening = unlogged(asyncio.ensure_future(engine.open_job(spec, may_exist=True, must_exist=True)))
+            await asyncio.sleep(0.02)
+            if is_stuck:
+                with pytest.raises(DeviceStuckError):
+                    await opening
+            go_on.set()
+            while job.pending is not None or engine.backing.problems_of(engine.nvme):
+                await asyncio.sleep(0.001)
+            again = await (engine.open_job(spec, may_exist=True, must_exist=True) if is_stuck else opening)
+            assert again is job and job.newest == 2
+        while job.older:
+            await asyncio.sleep(0.001)
+        assert engine.layouts("job") == [job]
+        assert engine.nvme.used_bytes == nvme_bytes(job)
+        await assert_holds(engine, job, LAYOUTS["nvme"], trained=1)
+        await engine.end_run(job)
+    async with opened(tmp_path, **ROOMY) as engine:
+        (job,) = engine.layouts("job")
+        assert (job.spec.layout, job.newest) == ("halves", 2)
+        await assert_holds(engine, job, LAYOUTS["nvme"], trained=1)
+
+
+async def test_a_job_is_deleted_with_the_layout_whose_first_commit_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        async with committing(engine, monkeypatch) as (_, go_on):
+            deleting = asyncio.ensure_future(engine.delete_job("job"))
+            await asyncio.sleep(0.02)
+            go_on.set()
+            await deleting
+        assert not engine.jobs and engine.nvme.used_bytes == 0
+    async with opened(tmp_path, **ROOMY) as engine:
+        assert not engine.jobs and engine.nvme.used_bytes == 0
 
 
 async def test_a_store_that_joins_begins_with_the_step_of_the_others(tmp_path: Path) -> None:
