@@ -164,20 +164,31 @@ class Committer:
         if self._catalog.in_doubt:
             await self._in_catalog_thread(self._catalog.resolve_doubt)
 
+    async def finish_way_back(self, job: Job) -> None:
+        """Wait for the snapshot under way if the pending step has overwritten bytes of the last committed one.
+
+        The caller awaits this before `abandon_pending`, which makes the job return to a durable step in this case. If
+        that happened while the snapshot is under way, the snapshot would record a step whose versions are freed or
+        are those of the other step.
+        """
+        if job.snapshot is not None and _has_lost_newest(job):
+            await asyncio.wait([job.snapshot])
+
     def abandon_pending(self, job: Job) -> None:
-        """Free the versions that an abandoned step wrote. The caller awaits `resolve_doubt` first.
+        """Free the versions that an abandoned step wrote. Await `finish_way_back` and `resolve_doubt` first.
 
         If the step overwrote the only bytes of the last committed step, the job returns to its last durable step, if
         any.
         """
         newest = job.newest
-        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.tally.dirty):
+        if job.durable and _has_lost_newest(job):
             job.retained = {step: record for step, record in job.retained.items() if step in job.durable}
-            log.warning(
-                "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept in "
-                "host memory only",
-                *(job.spec.name, newest, job.newest),
-            )
+            if job.newest != newest:
+                log.warning(
+                    "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept "
+                    "in host memory only",
+                    *(job.spec.name, newest, job.newest),
+                )
         self._restore(job, job.newest)
 
     def withdraw(self, job: Job, slabs: Iterable[Slab]) -> None:
@@ -368,6 +379,12 @@ def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
             "memory only and have been overwritten; read the newest step"
         )
     return slab.latest
+
+
+def _has_lost_newest(job: Job) -> bool:
+    """Return whether bytes of the job's newest step are gone; see `_is_lost`."""
+    newest = job.newest
+    return newest is not None and any(_is_lost(slab, newest) for slab in job.tally.dirty)
 
 
 def _is_lost(slab: Slab, step: int) -> bool:

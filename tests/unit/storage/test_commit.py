@@ -494,6 +494,34 @@ async def test_an_update_in_place_that_fails_goes_back_to_the_last_snapshot(tmp_
         await training.assert_at(3)
 
 
+@pytest.mark.parametrize("end", ["roll back", "end"])
+async def test_a_job_whose_newest_bytes_are_lost_goes_back_to_the_snapshot_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=2, **ON_HOST)).begin()
+        await quiesce(engine)
+        await training.step()
+        with held(monkeypatch, "sync_data") as go_on:
+            await training.step()
+            # The snapshot of step 2 has written all bytes when step 3 overwrites those in host memory.
+            await training.hand_over(wrap=failing_after(1))
+            with pytest.raises(DeviceError, match="the kernel failed"):
+                await training.commit(3)
+            job = training.job
+            ending = engine.roll_back(job, 2) if end == "roll back" else engine.abandon_pending(job)
+            going_back = asyncio.ensure_future(ending)
+            await asyncio.sleep(0.02)
+            go_on.set()
+            await going_back
+            await quiesce(engine)
+        assert (job.newest, job.durable) == (2, {2})
+        await training.assert_at(2)
+        await assert_survives_a_crash(training, 2)
+        await training.step()
+        await training.assert_at(3)
+
+
 async def test_steps_ascend_and_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
