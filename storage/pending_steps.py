@@ -213,6 +213,8 @@ class PendingSteps:
             # Wait for the snapshot before the seal, because no bytes are overwritten before it. So if the snapshot has
             # failed, the client can repeat the commit.
             await self._committer.finish_snapshot(job, step)
+            # A step that cannot be committed is not sealed, so that it can still be abandoned without loss.
+            _check_writes(job, step, [write for write in pending.writes.values() if write.done()])
             pending.sealed.set()
             await self._finish_writes(job, pending)
             record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
@@ -231,11 +233,7 @@ class PendingSteps:
         writes = list(pending.writes.values())
         if writes:
             await asyncio.wait(writes)
-            for write in writes:
-                if write.cancelled():
-                    raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
-                if error := write.exception():
-                    raise error
+            _check_writes(job, step, writes)
         async for slab in in_slices(list(job.slabs()) if job.newest is None else ()):
             if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
@@ -265,6 +263,15 @@ class PendingSteps:
         if job.pending is pending:
             job.pending = None
             self._committer.abandon_pending(job)
+
+
+def _check_writes(job: Job, step: int, writes: Iterable[asyncio.Task[None]]) -> None:
+    """Raise the failure of a write that is done, because the step cannot be committed without it."""
+    for write in writes:
+        if write.cancelled():
+            raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
+        if error := write.exception():
+            raise error
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:

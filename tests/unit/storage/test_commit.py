@@ -522,6 +522,28 @@ async def test_a_job_whose_newest_bytes_are_lost_goes_back_to_the_snapshot_that_
         await training.assert_at(3)
 
 
+async def test_a_step_of_which_an_update_has_failed_costs_no_bytes_in_host_memory(tmp_path: Path) -> None:
+    in_memory, on_nvme = Layout(every_steps=0, **ON_HOST), Layout(every_steps=0)
+    async with opened(tmp_path) as engine:
+        training = Training(engine, on_nvme)
+        job = training.job = await engine.open_job(on_nvme.job(), may_exist=False, must_exist=False)
+        await engine.register(job, [in_memory.group("block.0"), on_nvme.group("block.1")])
+        await training.stage_all()
+        await training.commit(0)
+        await training.step()
+        await training.hand_over(["block.0"])
+        await training.hand_over(["block.1"], wrap=failing_after(0))
+        assert job.pending is not None
+        await asyncio.wait([job.pending.writes[job.slab("block.1", Kind.PARAM)]])
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="the kernel failed"):
+                await training.commit(2)
+        await engine.roll_back(job, 1)
+        await training.assert_at(1)
+        await training.step()
+        await training.assert_at(2)
+
+
 async def test_steps_ascend_and_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
