@@ -80,6 +80,11 @@ class PendingSteps:
         writes = {pending.writes[slab] for slab in slabs}
         _stop(writes)
         await asyncio.wait(writes)
+        # A commit may have begun meanwhile. It finds the cancelled write in the step, and raises; or the write was done
+        # before it could be cancelled, and belongs to the committed step.
+        await pending.at_rest.wait()
+        if job.newest is not None and job.newest >= step:
+            raise ConflictError(f"step {step} was committed while group {group!r} was being withdrawn from it")
         # If the step was abandoned while this waited, `abandon` discards all its writes.
         if job.pending is pending and not pending.abandoned:
             for slab in slabs:
@@ -229,7 +234,7 @@ class PendingSteps:
     async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
         """Wait until all writes of the step are done, and raise an error if the step cannot be committed."""
         step = pending.step
-        # A withdrawal that is under way removes its write from the step, which must not be committed without it.
+        # A withdrawal that is under way leaves its cancelled write in the step until this commit has ended.
         writes = list(pending.writes.values())
         if writes:
             await asyncio.wait(writes)

@@ -14,7 +14,17 @@ from storage.errors import ConflictError, StepAbortedError
 from storage.position_lock import PositionLock
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
-from tests.unit.storage.builders import MIB, Layout, Training, held_up, late_reads, opened, waiting_for
+from tests.unit.storage.builders import (
+    MIB,
+    Layout,
+    Training,
+    held,
+    held_up,
+    late_reads,
+    opened,
+    quiesce,
+    waiting_for,
+)
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
 PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
@@ -170,6 +180,52 @@ async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path:
         await engine.abandon_pending(training.job)
         await training.assert_at(0)
         await training.step()
+        await training.assert_at(1)
+
+
+async def test_a_withdrawal_that_ends_while_the_commit_waits_for_a_snapshot_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, replace(LAYOUT, every_steps=2)).begin()
+        job = training.job
+        await quiesce(engine)
+        await training.step()
+        with held(monkeypatch, "sync_data") as snapshot_goes_on, held_up() as (begun, go_on):
+            await training.step()
+            await training.step()
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            assert job.pending is not None
+            write = job.pending.writes[job.slab("a", Kind.PARAM)]
+            withdrawal = asyncio.ensure_future(engine.withdraw(job, 4, "a"))
+            await asyncio.sleep(0.01)
+            commit = asyncio.ensure_future(training.commit(4))
+            await asyncio.sleep(0.01)
+            go_on.set()
+            await asyncio.wait([write])
+            await asyncio.sleep(0.01)
+            snapshot_goes_on.set()
+            with pytest.raises(StepAbortedError):
+                await commit
+            await withdrawal
+        await engine.abandon_pending(job)
+        await training.assert_at(3)
+        await training.step()
+        await training.assert_at(4)
+
+
+async def test_a_withdrawal_that_comes_too_late_for_the_commit_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over()
+        await finish_writes(training)
+        # The withdrawal cannot stop a write that is done, and the commit begins before the withdrawal goes on.
+        withdrawal = asyncio.ensure_future(engine._pending_steps.withdraw(training.job, 1, "a"))
+        commit = asyncio.ensure_future(engine._pending_steps.commit(training.job, 1, {0: b"1"}, 1))
+        with pytest.raises(ConflictError, match="step 1 was committed while group 'a' was being withdrawn"):
+            await withdrawal
+        assert await commit
         await training.assert_at(1)
 
 
