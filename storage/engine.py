@@ -626,6 +626,7 @@ class Engine:
 
         Raises:
             ConflictError: `step` is not the next step, or the slab was written in it already.
+            StepAbortedError: the job is being rolled back.
             BudgetExceededError: other bytes in use left no room for the slab before the deadline.
         """
         slab = job.slab(group, kind)
@@ -809,7 +810,12 @@ class Engine:
     # --- steps
 
     def check_update(self, job: Job, step: int, group: str) -> None:
-        """Raise ConflictError unless `update` would accept this group in this step now."""
+        """Check that `update` would accept this group in this step now.
+
+        Raises:
+            ConflictError: it would not.
+            StepAbortedError: the job is being rolled back.
+        """
         self._pending_steps.check_update(job, step, group)
 
     def update(
@@ -838,7 +844,7 @@ class Engine:
                 see shadows.py. It takes one and a half times the processor time then.
 
         Raises:
-            ConflictError: see `check_update`.
+            ConflictError, StepAbortedError: see `check_update`.
         """
         update = self._pending_steps.update(job, step, group, gradient, kernel, position, aside=aside)
         if not keeps_gradient:
@@ -873,6 +879,7 @@ class Engine:
 
         Raises:
             ConflictError: the step is not the next one, or initial values are missing.
+            StepAbortedError: the job is being rolled back.
             StorageError: the last snapshot failed, and the same commit may be tried again; or an update failed, and
                 only `roll_back` can follow.
             DeviceStuckError: a device does not answer. A commit that had begun goes on as soon as it does: the caller

@@ -102,13 +102,30 @@ class PendingSteps:
 
         Raises:
             ConflictError: the step is not open, or is the job's first step, which takes initial values only.
+            StepAbortedError: the job is being rolled back.
         """
-        pending = job.open_pending(step)
-        pending.check_open()
+        pending = self._open(job, step)
         if job.newest is None:
             raise ConflictError(
                 f"step {step} takes initial values and nothing else: stage and publish them, and commit it"
             )
+        return pending
+
+    @staticmethod
+    def _open(job: Job, step: int) -> PendingStep:
+        """Return the pending step, which this begins if none is pending.
+
+        Raises:
+            ConflictError: the step is not open.
+            StepAbortedError: the job is being rolled back, which gives up the bytes that the step is computed from.
+        """
+        if job.rolling_back.locked():
+            raise StepAbortedError(
+                f"job {job.spec.name!r} is being rolled back, so step {step} cannot be prepared or committed; wait for "
+                "the roll-back, and go on from the step that it goes back to"
+            )
+        pending = job.open_pending(step)
+        pending.check_open()
         return pending
 
     def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
@@ -211,8 +228,7 @@ class PendingSteps:
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Seal the step and finish it; return whether it is durable already."""
-        pending = job.open_pending(step)
-        pending.check_open()
+        pending = self._open(job, step)
         pending.at_rest.clear()
         try:
             # Wait for the snapshot before the seal, because no bytes are overwritten before it. So if the snapshot has

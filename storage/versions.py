@@ -85,7 +85,7 @@ class Job:
     # The snapshot under way or, if there is none, the last one; and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
-    # Held while the job returns to an earlier step.
+    # Held while the job returns to an earlier step, or is opened anew. No step is prepared or committed then.
     rolling_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     # Set when a step is committed and when the job is deleted. `announce` then replaces it by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)

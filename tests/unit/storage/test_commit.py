@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,33 @@ async def test_a_job_is_deleted_after_its_roll_back_and_not_rolled_back_while_it
         assert isinstance(refused, ConflictError) and "is being deleted" in str(refused)
         assert not engine.jobs and engine.nvme.used_bytes == 0
         await assert_survives_a_crash(training, None)
+
+
+async def test_no_step_is_begun_while_the_job_is_rolled_back(tmp_path: Path) -> None:
+    """Its updates would be computed from the step that is given up, and count for one after the step gone back to."""
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(world_size=2)).begin()
+        for _ in range(2):
+            await training.step(settled=0)
+        job, go_on = training.job, threading.Event()
+        try:
+            # The roll-back waits for the catalog's thread.
+            busy = asyncio.ensure_future(engine._catalog_thread.run(lambda: bool(go_on.wait())))
+            rolling_back = asyncio.ensure_future(engine.roll_back(job, 1))
+            await asyncio.sleep(0.02)
+            with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
+                engine.check_update(job, 3, "block.0")
+            with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
+                await engine.allocate_put(job, 3, "block.0", Kind.PARAM)
+            with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
+                await training.commit(3)
+            assert not rolling_back.done()
+        finally:
+            go_on.set()
+        await asyncio.gather(busy, rolling_back)
+        assert (job.newest, job.pending) == (1, None)
+        await training.step(settled=0)
+        await training.assert_at(2)
 
 
 async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
