@@ -156,12 +156,17 @@ class Committer:
         self._backing.hold(region)
         return region
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a commit that failed may become valid after a crash; see `Catalog.in_doubt`."""
+        return self._catalog.in_doubt
+
     async def resolve_doubt(self) -> None:
         """Make sure that a commit that failed cannot become valid after a crash (see `Catalog.resolve_doubt`).
 
         The caller awaits this before it frees anything of the step.
         """
-        if self._catalog.in_doubt:
+        while self._catalog.in_doubt:
             await self._in_catalog_thread(self._catalog.resolve_doubt)
 
     async def finish_way_back(self, job: Job) -> None:
@@ -192,7 +197,10 @@ class Committer:
         self._restore(job, job.newest)
 
     def withdraw(self, job: Job, slabs: Iterable[Slab]) -> None:
-        """Undo the updates of some slabs in the pending step: give the slabs the last committed step's bytes again."""
+        """Undo the updates of some slabs in the pending step: give the slabs the last committed step's bytes again.
+
+        The caller awaits `resolve_doubt` first.
+        """
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
                 if (region := slab.pop_version(slab.latest)) is not None:

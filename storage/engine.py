@@ -607,6 +607,10 @@ class Engine:
                     new = self.backing.new_version(slab.backing, slab.nbytes, slab.label(step))
                     region = await filling.enter_async_context(new)
                     await region.tier.write_from(region, 0, self.host.view(pin.arena_range))
+                    if step in slab.versions:
+                        # The bytes that were published before are freed below. A commit that failed may name them
+                        # after a crash.
+                        await self._committer.resolve_doubt()
                 # Check after the write, because the step may have been committed or abandoned, or the job deleted,
                 # while the bytes were written.
                 job.open_pending(step).check_open()

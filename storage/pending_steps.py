@@ -83,6 +83,9 @@ class PendingSteps:
         # A commit may have begun meanwhile. It finds the cancelled write in the step, and raises; or the write was done
         # before it could be cancelled, and belongs to the committed step.
         await pending.at_rest.wait()
+        while self._committer.in_doubt:
+            await self._committer.resolve_doubt()
+            await pending.at_rest.wait()
         if job.newest is not None and job.newest >= step:
             raise ConflictError(f"step {step} was committed while group {group!r} was being withdrawn from it")
         # If the step was abandoned while this waited, `abandon` discards all its writes.

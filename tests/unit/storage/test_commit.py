@@ -192,6 +192,18 @@ async def test_initial_bytes_that_come_too_late_leave_nothing(
             await training.assert_at(0)
 
 
+async def test_what_is_published_again_does_not_free_bytes_that_a_commit_in_doubt_may_name(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).open(must_exist=False)
+        await training.stage_all()
+        # The catalog is left as a commit of step 0 leaves it whose sync fails.
+        engine._catalog.in_doubt = True
+        await training.stage_all()
+        assert not engine._catalog.in_doubt
+        await training.commit(0)
+        await training.assert_at(0)
+
+
 async def test_step_0_takes_initial_values_and_nothing_else(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open(must_exist=False)

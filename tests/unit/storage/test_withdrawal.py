@@ -229,6 +229,20 @@ async def test_a_withdrawal_that_comes_too_late_for_the_commit_is_refused(tmp_pa
         await training.assert_at(1)
 
 
+async def test_a_withdrawal_does_not_free_bytes_that_a_commit_in_doubt_may_name(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over()
+        await finish_writes(training)
+        # The catalog is left as a commit of step 1 leaves it whose sync fails.
+        engine._catalog.in_doubt = True
+        await engine.withdraw(training.job, 1, "a")
+        assert not engine._catalog.in_doubt
+        await training.hand_over(["a"])
+        await training.commit(1)
+        await training.assert_at(1)
+
+
 async def test_bytes_of_host_memory_alone_that_a_commit_has_replaced_are_not_made_up(tmp_path: Path) -> None:
     """Once zeros, or the bytes of the last snapshot, were returned as those of the last committed step."""
     layout = replace(LAYOUT, weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
