@@ -98,8 +98,11 @@ class Committer:
         newer = {s for s in job.retained if s > step}
         mark = RolledBack(step, secrets.token_hex(_MARK_BYTES)) if is_ordered else None
         kept = sorted(job.durable - newer) if newer & job.durable else None
-        if kept is not None or mark is not None:
-            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, kept, mark))
+        # The catalog takes the mark only beside a durable step of the job. Otherwise `_record` enters it with the first
+        # one, because a mark without a job would remain for a later job of the same name.
+        stored = mark if job.durable - newer else None
+        if kept is not None or stored is not None:
+            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, kept, stored))
         if mark is not None:
             job.rolled_back = (*(one for one in job.rolled_back if one.step < step), mark)
         if kept is not None:
@@ -327,6 +330,8 @@ class Committer:
         with self._catalog.transaction():
             if not job.durable:
                 self._catalog.create_job(job.spec, [group.spec for group in job.groups.values()], job.created_at)
+                for mark in job.rolled_back:
+                    self._catalog.add_rolled_back(job.spec.identity, mark)
             self._catalog.add_commit(job.spec.identity, record, stored)
             self._catalog.retain(job.spec.identity, kept)
 

@@ -144,6 +144,9 @@ class Catalog:
                 for number, (group, slab) in enumerate(slabs, self._next_id("slabs"))
             ),
         )
+        # Earlier versions recorded the roll-backs of jobs that were not in the catalog, and left them there for any
+        # later job of the same name.
+        self._forget_rolled_back(spec.stored_as)
         self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, x'')", (job, *row))
         self._db.executemany(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", [(number, job, *rest) for number, *rest in layout.groups]
@@ -203,7 +206,7 @@ class Catalog:
         self._put(replace(entry, commits=commits, manifests=manifests))
 
     def add_rolled_back(self, job: str, mark: RolledBack) -> None:
-        """Record that an operator rolled a job back. Call this inside `transaction`, after `retain`.
+        """Record that an operator rolled a job of the catalog back. Call this inside `transaction`, after `retain`.
 
         An earlier roll-back to the same step or a later one is forgotten, because the new one gives up all steps that
         it gave up.
@@ -396,6 +399,9 @@ class Catalog:
     def _delete(self, job: str) -> None:
         self._db.execute("DELETE FROM jobs WHERE name = ?", (job,))
         self._ledger = self._ledger.without_job(job)
+        self._forget_rolled_back(job)
+
+    def _forget_rolled_back(self, job: str) -> None:
         key, meta = _ROLLED_BACK + job, dict(self._ledger.meta)
         if meta.pop(key, None) is not None:
             self._db.execute("DELETE FROM meta WHERE key = ?", (key,))

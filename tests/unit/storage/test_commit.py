@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from storage import failpoints, syscalls
+from storage.catalog.records import RolledBack
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
 from storage.failpoints import Failpoint
 from storage.shard import DType, Kind, TierName
@@ -309,6 +310,55 @@ async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path:
         assert not db.execute("SELECT key FROM meta WHERE key LIKE 'rolled_back%'").fetchall()
     async with opened(tmp_path) as engine:
         assert not engine.jobs
+
+
+def stored_roll_backs(state_dir: Path) -> list[str]:
+    """Return the keys of all roll-backs in the catalog of a store."""
+    with closing(sqlite3.connect(state_dir / "catalog.sqlite")) as db:
+        return [key for (key,) in db.execute("SELECT key FROM meta WHERE key LIKE 'rolled_back%'")]
+
+
+async def test_a_roll_back_of_a_job_that_is_not_in_the_catalog_is_not_there_either(tmp_path: Path) -> None:
+    """Another job of the same name would have it after the next start."""
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(every_steps=0)).begin()
+        await engine.roll_back(training.job, 0, is_ordered=True)
+        assert len(training.job.rolled_back) == 1
+        await engine.delete_job("job")
+        assert stored_roll_backs(tmp_path) == []
+
+
+async def test_a_roll_back_is_recorded_with_the_first_durable_step_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        writes = Fault(monkeypatch, "write_exact")
+        writes.fail(DiskFullError("the disk is full"))
+        training = await Training(engine, Layout(every_steps=2, **ON_HOST)).begin()
+        await quiesce(engine)
+        writes.heal()
+        await engine.roll_back(training.job, 0, is_ordered=True)
+        assert stored_roll_backs(tmp_path) == []
+        await training.step()
+        await training.hand_over()
+        with pytest.raises(DiskFullError, match="the disk is full"):
+            await training.commit(2)
+        await training.commit(2)
+        await quiesce(engine)
+        marks = training.job.rolled_back
+        assert [mark.step for mark in marks] == [0]
+    async with opened(tmp_path) as engine:
+        assert engine.job("job").rolled_back == marks
+
+
+async def test_a_job_does_not_take_over_the_roll_backs_of_a_former_one(tmp_path: Path) -> None:
+    """Earlier versions left them in the catalog, if the former job was not in it."""
+    async with opened(tmp_path) as engine:
+        with engine._catalog.transaction():
+            engine._catalog.add_rolled_back("job", RolledBack(1, "a name"))
+        assert stored_roll_backs(tmp_path) == ["rolled_back job"]
+        await Training(engine, Layout()).begin()
+        assert stored_roll_backs(tmp_path) == []
 
 
 async def test_a_roll_back_frees_what_it_gives_up_although_a_commit_of_another_job_is_in_doubt(tmp_path: Path) -> None:
