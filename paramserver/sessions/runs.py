@@ -187,7 +187,8 @@ class Runs(Generic[MemberT]):
         """Add a rank to its run, and return the run. The first rank of a run opens the job.
 
         Raises:
-            ConflictError: another run holds the job, or the rank is attached already, or the job is closed.
+            ConflictError: another run holds the job, or the rank is attached already, or as many ranks are attached as
+                the run has on this store, or the job is closed.
             InvalidRequestError: the rank describes the job in another way than the run's first rank.
             StepAbortedError: a rank of the run has gone.
             StorageError: the run's first rank could not open the job.
@@ -219,6 +220,12 @@ class Runs(Generic[MemberT]):
             # If the run's first rank could not open the job, this rank raises the same error.
             run.job.result()
         run.check_whole()
+        if len(run.ranks) >= spec.local_ranks:
+            # The votes of so many ranks commit a step, so it would be committed without this rank's vote.
+            raise ConflictError(
+                f"rank {rank} of this run of job {spec.name!r} is one too many: {len(run.ranks)} ranks are attached, "
+                "as attached_ranks says; set attached_ranks to the number of ranks that attach to this store"
+            )
         run.ranks[rank] = member
         return run
 

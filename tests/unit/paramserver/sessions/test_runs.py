@@ -183,6 +183,24 @@ async def ended(vote: asyncio.Task[bool]) -> bool:
         return await vote
 
 
+async def test_no_more_ranks_attach_than_a_commit_waits_for(tmp_path: Path) -> None:
+    """A step would be committed without the vote of a rank that is attached beyond `attached_ranks`."""
+    spec = replace(LAYOUT.job(), world_size=4, local_ranks=2)
+    async with serving(tmp_path) as (_, sessions):
+        first, second, third = (connect(sessions) for _ in range(3))
+        for rank, session in enumerate((first, second)):
+            await join(sessions, session, spec, rank=rank)
+        with pytest.raises(ConflictError, match="rank 2 of this run of job 'job' is one too many: 2 ranks"):
+            await join(sessions, third, spec, rank=2)
+        assert sessions.attached("job") == 2
+        # A rank whose connection broke goes on with its session, and the refused one may attach in another run.
+        sessions.detach(second, second.stream)
+        sessions.take_up(second, second.visitor, second.stream)
+        for session in (first, second):
+            sessions.end(session, "closed", is_closed=True)
+        await join(sessions, third, spec, "another run", rank=2)
+
+
 async def test_a_roll_back_ends_the_vote_of_another_rank_whose_work_it_discards(tmp_path: Path) -> None:
     async with serving(tmp_path) as (engine, sessions):
         store, (first, second) = service(engine, sessions), await two_ranks(engine, sessions)
