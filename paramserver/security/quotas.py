@@ -2,7 +2,8 @@
 
 This module owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for it. The jobs
 of a token are all jobs whose names the token allows, also those that a client with another token made. The catalog
-holds these names, so the set is the same after a restart.
+holds these names, so the set is the same after a restart. A replica has a quota of its own, with the limits of its job:
+otherwise a token for the job could use the store without these limits, because it allows replicas of any number.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from paramserver.contract.replica_names import replicated_job
 from paramserver.contract.sizes import Size
 from paramserver.security.principals import Principal, Role
 from storage.errors import BudgetExceededError
@@ -49,7 +51,10 @@ class Quota(BaseModel):
 
 
 class JobQuota(Quota):
-    """The limits of the jobs whose names match `pattern`; limits that it leaves out are those of the default."""
+    """The limits of the jobs whose names match `pattern`, and of their replicas.
+
+    Limits that it leaves out are those of the default.
+    """
 
     pattern: Annotated[str, Field(min_length=1)]
 
@@ -120,8 +125,9 @@ class Quotas:
 
     def _find(self, job: str) -> Quota:
         default = self._section.default
+        names = [job] if (replicated := replicated_job(job)) is None else [job, replicated]
         for candidate in self._section.job:
-            if fnmatch.fnmatchcase(job, candidate.pattern):
+            if any(fnmatch.fnmatchcase(name, candidate.pattern) for name in names):
                 return default.model_copy(
                     update={field: getattr(candidate, field) for field in candidate.model_fields_set - {"pattern"}}
                 )

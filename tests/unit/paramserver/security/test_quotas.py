@@ -14,6 +14,8 @@ SECTION = QuotasSection(
         JobQuota(pattern="team-a/large", sessions=64, weight=4.0),
         JobQuota(pattern="team-a/*", sessions=16, nvme_bytes=ByteSize(1 << 30)),
         JobQuota(pattern="open-*", sessions=None),
+        JobQuota(pattern="gpt2@replica-1", sessions=2),
+        JobQuota(pattern="gpt2", sessions=4),
     ),
 )
 
@@ -26,6 +28,11 @@ SECTION = QuotasSection(
         ("team-a/small", Quota(sessions=16, readers=3, nvme_bytes=ByteSize(1 << 30))),
         ("Team-a/small", Quota(sessions=8, readers=3)),
         ("open-1", Quota(readers=3)),
+        # A replica has the limits of its job, because a token for the job may make replicas of any number.
+        ("team-a/large@replica-7", Quota(sessions=64, readers=3, weight=4.0)),
+        ("gpt2@replica-0", Quota(sessions=4, readers=3)),
+        ("gpt2@replica-1", Quota(sessions=2, readers=3)),
+        ("gpt2@replicas", Quota(sessions=8, readers=3)),
     ],
 )
 def test_the_first_match_counts(job: str, expected: Quota) -> None:
