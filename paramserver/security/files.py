@@ -15,11 +15,14 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     """Write a file so that readers see the old or the new contents, never a part.
 
     A new file gets `mode`. A file that is there keeps its owner, its group and its mode, because the daemon that reads
-    it may run as another user than the operator who changes it.
+    it may run as another user than the operator who changes it. If `path` is a symbolic link, the file that it names is
+    replaced, because the daemon may read that file by another path. The new contents survive a loss of power, so that a
+    removed token does not come back.
 
     Raises:
         OSError: the file cannot be written, or this user may not give it the owner and the group that it had.
     """
+    path = path.resolve()
     former = _status(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -34,6 +37,20 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        text = "the new contents are there, but a loss of power may bring the old ones back, because the directory "
+        text += f"cannot be synced ({error.strerror}); run `sync`"
+        raise OSError(error.errno, text, str(directory)) from error
 
 
 def _keep_owner(descriptor: int, former: os.stat_result, path: Path) -> None:

@@ -227,9 +227,10 @@ def remove_token(path: Path, name: str) -> None:
 def _alone(path: Path) -> Iterator[None]:
     """Lock the file's directory, so that two commands at once do not lose each other's change.
 
-    The file itself cannot be locked, because each command replaces it.
+    The file itself cannot be locked, because each command replaces it. If `path` is a symbolic link, the directory is
+    that of the file which the link names, because another command may name the file itself.
     """
-    descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
