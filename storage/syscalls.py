@@ -336,15 +336,22 @@ def _left_in_cgroups() -> Iterator[int]:
 def make_directory(path: Path, option: str) -> None:
     """Create a directory and its parents, with access for this user only, unless it exists.
 
+    The parent of each directory that is created is synced. Otherwise a loss of power could remove the directory with
+    all that was synced into it. A parent that this user may not list cannot be opened, so it is not synced.
+
     Raises:
-        DeviceError: it cannot be created. The message names the daemon's option that gives the path.
+        DeviceError: it cannot be created or synced. The message names the daemon's option that gives the path.
     """
     try:
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise DeviceError(
             f"cannot make directory {path}: {error.strerror}; choose another {option}, or let this user write there"
         ) from error
+    for directory in missing:
+        if os.access(directory.parent, os.R_OK):
+            sync_directory(directory.parent)
 
 
 def open_data_file(path: Path) -> tuple[int, bool]:

@@ -115,6 +115,17 @@ def test_a_directory_that_cannot_be_locked_is_named_and_can_be_locked_later(
     os.close(syscalls.lock_file(tmp_path / "lock"))
 
 
+def test_each_parent_of_a_new_directory_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(syscalls, "sync_directory", synced.append)
+    for _ in range(2):
+        syscalls.make_directory(tmp_path / "a" / "b" / "state", "--state-dir")
+        assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path], "an existing directory has no new entry"
+    monkeypatch.chdir(tmp_path)
+    syscalls.make_directory(Path("c/state"), "--state-dir")
+    assert synced[3:] == [Path("c"), Path()]
+
+
 def test_a_directory_that_cannot_be_synced_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=f"cannot sync {tmp_path}/gone: No such file or directory"):
         syscalls.sync_directory(tmp_path / "gone")
