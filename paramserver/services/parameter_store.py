@@ -105,11 +105,14 @@ class ParameterStore:
     def _check_jobs(self, owner: Principal, name: str) -> None:
         """If the job is new, check that the token's quota allows one more job.
 
+        A job that its ranks left without a commit counts no more, and is new again. A token without the right to delete
+        could not make room otherwise.
+
         Raises:
             BudgetExceededError: the token has as many jobs as its quota allows.
         """
         quota = self._quotas.of_token(owner)
-        known = self._engine.jobs.keys() | self._opening.keys()
+        known = (self._engine.jobs.keys() - self._sessions.empty_jobs) | self._opening.keys()
         if quota.jobs is not None and name not in known:
             quota.check_jobs(owner.name, sum(map(owner.allows, known)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -27,6 +27,10 @@ from storage.versions import Job, check_layout
 from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
+
+# The most jobs without a commit that are kept when their ranks have left them. They are kept for late ranks of their
+# runs, which come within minutes. Only a few are kept, because a job may describe 262,144 parameters.
+MOST_EMPTY_JOBS = 16
 
 
 class Member(Protocol):
@@ -112,7 +116,8 @@ class Run(Generic[MemberT]):
 class Runs(Generic[MemberT]):
     """The newest run of each job that is in the store or has ranks.
 
-    A run whose ranks have gone is kept with its job, so that a late rank of it learns that the run is broken.
+    A run whose ranks have gone is kept with its job, so that a late rank of it learns that the run is broken. Of the
+    jobs without a commit whose ranks have gone, only the newest MOST_EMPTY_JOBS are kept.
 
     Attributes:
         replicas: how far the replicas of jobs in other daemons are.
@@ -122,6 +127,8 @@ class Runs(Generic[MemberT]):
         self._engine = engine
         self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
+        # The runs whose ranks have left their job without a commit, by the job, in the order in which they ended.
+        self._empty: dict[str, Run[MemberT]] = {}
         self._copies = Copies(self._end_copy)
         self.replicas = Replicas(events)
         # The jobs that no rank can open now, because a caller of `closed` keeps them closed.
@@ -130,6 +137,11 @@ class Runs(Generic[MemberT]):
     def ranks_of(self, job: str) -> Collection[MemberT]:
         """Return the ranks that are attached to a job."""
         return self._runs[job].ranks.values() if job in self._runs else ()
+
+    @property
+    def empty_jobs(self) -> Set[str]:
+        """The jobs in the store that have neither a commit nor ranks, nor bytes that another run could go on with."""
+        return self._empty.keys()
 
     async def until_no_vote(self, timeout_seconds: float) -> bool:
         """Wait until no vote for a step is under way. Return False if one still is after the time-out.
@@ -199,6 +211,7 @@ class Runs(Generic[MemberT]):
             # If the job cannot be opened, the call of each rank that waits for the job raises the error.
             goes_on = self._copies.enter(spec.name, run_id)
             self.replicas.forget(spec.name)
+            self._empty.pop(spec.name, None)
             opening = unlogged(
                 asyncio.ensure_future(
                     self._open(run, spec, run_id, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
@@ -411,7 +424,8 @@ class Runs(Generic[MemberT]):
     async def clean_up(self, run: Run[MemberT]) -> None:
         """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone.
 
-        The run is forgotten if its job could not be opened, or is not in the store any more.
+        The run is forgotten if its job could not be opened, or is not in the store any more. If the job has no commit,
+        it is kept with the run until MOST_EMPTY_JOBS other jobs were left so.
         """
         if run.ranks:
             return
@@ -430,9 +444,35 @@ class Runs(Generic[MemberT]):
             return
         if not run.job.cancelled() and run.job.exception() is None:
             await self._end(run, run.job.result())
-            if name in self._engine.jobs or self._runs.get(name) is not run:
+            if self._runs.get(name) is not run:
+                return
+            if (job := self._engine.jobs.get(name)) is not None:
+                if job.newest is None and not self.is_copy(run):
+                    await self._keep_empty(name, run)
                 return
         del self._runs[name]
+
+    async def _keep_empty(self, name: str, run: Run[MemberT]) -> None:
+        """Keep a job that has neither a commit nor ranks, and forget the oldest such jobs if there are too many."""
+        self._empty.pop(name, None)
+        self._empty[name] = run
+        while len(self._empty) > MOST_EMPTY_JOBS:
+            oldest = next(iter(self._empty))
+            del self._empty[oldest]
+            await self._discard_left(oldest)
+
+    async def _discard_left(self, name: str) -> bool:
+        """Discard the unfinished step of a job, and the job itself if it has no commit, unless it has ranks.
+
+        Return whether that was done.
+        """
+        job = self._engine.jobs.get(name)
+        if job is None or self.ranks_of(name):
+            return False
+        await self._engine.end_run(job, forgets=True)
+        if name not in self._engine.jobs:
+            self.forget_job(name)
+        return True
 
     async def _end(self, run: Run[MemberT], job: Job) -> None:
         is_copy = self.is_copy(run)
@@ -452,6 +492,7 @@ class Runs(Generic[MemberT]):
         """Forget the last run of a job that was deleted, unless a new run has begun, and the job's replicas."""
         if not self.ranks_of(job):
             self._runs.pop(job, None)
+            self._empty.pop(job, None)
             self.replicas.forget(job)
 
     def _can_go_on(self, job: Job) -> bool:
@@ -467,13 +508,9 @@ class Runs(Generic[MemberT]):
 
     async def _end_copy(self, name: str) -> None:
         """Discard the unfinished step that a copy has left, unless a run uses the job."""
-        job = self._engine.jobs.get(name)
-        if job is None or self.ranks_of(name):
-            return
-        await self._engine.end_run(job, forgets=True)
-        if name not in self._engine.jobs:
-            self.forget_job(name)
-        self._events.add(EventKind.JOB, name, "the unfinished copy was discarded, because no attempt went on with it")
+        if await self._discard_left(name):
+            discarded = "the unfinished copy was discarded, because no attempt went on with it"
+            self._events.add(EventKind.JOB, name, discarded)
 
 
 def _end_vote(run: Run[MemberT], error: StepAbortedError) -> None:

@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +128,11 @@ class Sessions:
     def attached(self, job: str) -> int:
         """Return how many sessions have opened a job as its ranks."""
         return len(self.of_job(job))
+
+    @property
+    def empty_jobs(self) -> Set[str]:
+        """The jobs in the store that their ranks have left without a commit; see Runs.empty_jobs."""
+        return self._runs.empty_jobs
 
     def readers_of(self, job: str) -> int:
         """Return how many readers hold a step of a job."""

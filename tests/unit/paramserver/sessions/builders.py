@@ -89,10 +89,10 @@ async def join(sessions: Sessions, session: Session, spec: JobSpec, run_id: str 
     return await sessions.join(session, spec, run_id, rank, may_exist=True, must_exist=False)
 
 
-async def begin(engine: Engine, sessions: Sessions, layout: Layout) -> Session:
+async def begin(engine: Engine, sessions: Sessions, layout: Layout, run_id: str = "run") -> Session:
     """Open a session that has registered all groups of a layout in a new run of its job."""
     session = connect(sessions)
-    job = await join(sessions, session, layout.job())
+    job = await join(sessions, session, layout.job(), run_id)
     await engine.register(job, [layout.group(name) for name in layout.groups])
     return session
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from paramserver.security.quotas import Quota, QuotasSection
+from paramserver.security.quotas import Quota, QuotasSection, TokenQuota
+from paramserver.sessions import runs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -82,6 +83,59 @@ async def test_a_run_is_kept_with_its_job_and_forgotten_with_it(tmp_path: Path) 
         await engine.delete_job(LAYOUT.name)
         sessions.forget_job(LAYOUT.name)
         assert known_runs(sessions) == []
+
+
+async def test_of_jobs_that_their_ranks_left_without_a_commit_only_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_EMPTY_JOBS", 2)
+    async with serving(tmp_path) as (engine, sessions):
+        committed = await begin(engine, sessions, LAYOUT)
+        await stage_all(engine, sessions, committed, LAYOUT)
+        sessions.end(committed, "closed", is_closed=True)
+        await until_cleaned_up(sessions)
+
+        async def leave(name: str, run_id: str) -> None:
+            session = await begin(engine, sessions, replace(LAYOUT, name=name), run_id)
+            sessions.end(session, "no heartbeat")
+            await until_cleaned_up(sessions)
+
+        for name, run_id in (("a", "1"), ("b", "1"), ("a", "2"), ("c", "1")):
+            await leave(name, run_id)
+        # Job a was left twice, so b is the one that was left first.
+        assert known_runs(sessions) == list(engine.jobs) == [LAYOUT.name, "a", "c"]
+        for name, run_id in (("a", "2"), ("c", "1")):
+            with pytest.raises(StepAbortedError, match="of this run is gone"):
+                await join(sessions, connect(sessions), replace(LAYOUT.job(), name=name), run_id)
+        # A job that has ranks again is not among them.
+        await begin(engine, sessions, replace(LAYOUT, name="a"), "3")
+        for name in ("b", "d"):
+            await leave(name, "1")
+        assert set(engine.jobs) == {LAYOUT.name, "a", "b", "d"} and sessions.empty_jobs == {"b", "d"}
+        await engine.delete_job("b")
+        sessions.forget_job("b")
+        assert sessions.empty_jobs == {"d"}
+
+
+async def test_a_job_that_its_ranks_left_without_a_commit_does_not_use_up_the_quota_of_a_token(tmp_path: Path) -> None:
+    quotas = QuotasSection(token=(TokenQuota(jobs=2),))
+    async with serving(tmp_path, quotas) as (engine, sessions):
+        store = service(engine, sessions, quotas)
+
+        async def open_job(name: str, run_id: str) -> Session:
+            session = connect(sessions)
+            fields = job_fields(LAYOUT) | {"job": name, "run_id": run_id, "resume": pb.RESUME_POLICY_AUTO}
+            await store.OpenJob(pb.OpenJobRequest(session_id=session.session_id, **fields), session, cast(Any, None))
+            return session
+
+        for name in ("a", "b", "c"):
+            sessions.end(await open_job(name, "1"), "no heartbeat")
+            await until_cleaned_up(sessions)
+        for name in ("a", "d"):
+            await open_job(name, "2")
+        # Job b is new again.
+        with pytest.raises(BudgetExceededError, match="jobs = 2, is used up: there are 2 jobs that the token allows"):
+            await open_job("b", "2")
 
 
 async def test_the_run_of_a_copy_that_is_given_up_is_forgotten(tmp_path: Path) -> None:
