@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer_client.device import CPU, backend_of, kind_in_use, visible_devices_variable
 from trainer_client.errors import ConfigError
+from trainer_client.own_memory import peak_resident_bytes, resident_bytes
 
 __all__ = ["DeviceAccelerator", "get_accelerator", "set_accelerator"]
 
@@ -258,19 +257,19 @@ class DeviceAccelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Return the memory of tensors on the device; on CPUs, the resident memory of this process."""
-        return _resident_bytes() if self._is_host else self._module.memory_allocated(device_index)
+        return resident_bytes() if self._is_host else self._module.memory_allocated(device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_allocated`; on CPUs, since the process began."""
-        return _peak_resident_bytes() if self._is_host else self._module.max_memory_allocated(device_index)
+        return peak_resident_bytes() if self._is_host else self._module.max_memory_allocated(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Return the memory that torch has taken from the device; on CPUs, as `memory_allocated`."""
-        return _resident_bytes() if self._is_host else self._module.memory_reserved(device_index)
+        return resident_bytes() if self._is_host else self._module.memory_reserved(device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_reserved`; on CPUs, since the process began."""
-        return _peak_resident_bytes() if self._is_host else self._module.max_memory_reserved(device_index)
+        return peak_resident_bytes() if self._is_host else self._module.max_memory_reserved(device_index)
 
     # DeepSpeed kept torch's old names, too.
     memory_cached = memory_reserved
@@ -336,14 +335,6 @@ def set_accelerator(accelerator: Any) -> None:
         f"set_accelerator({accelerator!r}): initialize() chooses the device by paramserver.device, and without this "
         "key takes the GPU of the local rank, or the CPU if torch finds no GPU; set the key, or CUDA_VISIBLE_DEVICES"
     )
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _pages(name: str) -> int:

@@ -10,15 +10,13 @@ kernel takes the pages of holes back, and gives zeroed pages as soon as they are
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
+
+from trainer_client.own_memory import private_bytes
 
 # The process may grow by so much before holes are returned. The kernel needs some 0.1 s for each GiB that it takes back
 # and gives again.
 _GROWTH_BYTES = 64 << 20
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Heap:
@@ -32,7 +30,8 @@ class Heap:
     def __init__(self) -> None:
         # Takes the number of free bytes to leave at the end of the heap.
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._before = _private_bytes()
+        # The least private memory of the process since memory was returned.
+        self._least = private_bytes()
 
     def look(self) -> None:
         """Return free memory to the kernel if the process has grown by 64 MiB since it was smallest; see [Note: holes].
@@ -41,14 +40,9 @@ class Heap:
         """
         if self._trim is None:
             return
-        now = _private_bytes()
-        if now - self._before >= _GROWTH_BYTES:
+        now = private_bytes()
+        if now - self._least < _GROWTH_BYTES:
+            self._least = min(self._least, now)
+        else:
             self._trim(0)
-            now = self._before = _private_bytes()
-        self._before = min(self._before, now)
-
-
-def _private_bytes() -> int:
-    """Return the resident bytes that are not those of files or of shared memory."""
-    _, resident, shared, *_ = map(int, _STATM.read_text(encoding="ascii").split())
-    return (resident - shared) * _PAGE_BYTES
+            self._least = private_bytes()

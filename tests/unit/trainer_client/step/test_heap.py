@@ -15,29 +15,30 @@ BLOCKS = 1000
 # A process of its own, whose heap no other test has filled.
 PROGRAM = f"""
 import ctypes
-from trainer_client.step import heap
+from trainer_client.own_memory import private_bytes
+from trainer_client.step.heap import Heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
-watched = heap.Heap()
-start = heap._private_bytes()
+watched = Heap()
+start = private_bytes()
 blocks, nbytes = [], {MOST_IN_HEAP_BYTES} - 4096
 for _ in range({BLOCKS}):
     blocks.append(libc.malloc(nbytes))
     ctypes.memset(blocks[-1], 1, nbytes)
     libc.malloc(2000)
-full = heap._private_bytes()
+full = private_bytes()
 watched.look()
-in_use = heap._private_bytes()
+in_use = private_bytes()
 for block in blocks:
     libc.free(ctypes.c_void_p(block))
-freed = heap._private_bytes()
+freed = private_bytes()
 watched.look()
-unseen = heap._private_bytes()
+unseen = private_bytes()
 ballast = b"1" * (96 << 20)
 watched.look()
-print(*(value - start for value in (full, in_use, freed, unseen, heap._private_bytes() - len(ballast))))
+print(*(value - start for value in (full, in_use, freed, unseen, private_bytes() - len(ballast))))
 """
 
 
