@@ -127,8 +127,8 @@ class Runs(Generic[MemberT]):
         self._engine = engine
         self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
-        # The runs whose ranks have left their job without a commit, by the job, in the order in which they ended.
-        self._empty: dict[str, Run[MemberT]] = {}
+        # The jobs whose ranks have left them without a commit, in the order in which their runs ended.
+        self._empty: dict[str, None] = {}
         self._copies = Copies(self._end_copy)
         self.replicas = Replicas(events)
         # The jobs that no rank can open now, because a caller of `closed` keeps them closed.
@@ -448,14 +448,14 @@ class Runs(Generic[MemberT]):
                 return
             if (job := self._engine.jobs.get(name)) is not None:
                 if job.newest is None and not self.is_copy(run):
-                    await self._keep_empty(name, run)
+                    await self._keep_empty(name)
                 return
         del self._runs[name]
 
-    async def _keep_empty(self, name: str, run: Run[MemberT]) -> None:
+    async def _keep_empty(self, name: str) -> None:
         """Keep a job that has neither a commit nor ranks, and forget the oldest such jobs if there are too many."""
         self._empty.pop(name, None)
-        self._empty[name] = run
+        self._empty[name] = None
         while len(self._empty) > MOST_EMPTY_JOBS:
             oldest = next(iter(self._empty))
             del self._empty[oldest]
