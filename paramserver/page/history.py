@@ -51,7 +51,7 @@ class History:
     def _tiers(self) -> Sequence[Tier]:
         """All tiers but host memory. The gpu tier is there before a client offers memory, because columns stay."""
         engine = self._engine
-        return (engine.gpu, *(() if engine.remote is None else (engine.remote,)), *engine.backing)
+        return (engine.gpu, *(tier for tier in engine.tiers if tier is not engine.gpu and tier is not engine.host))
 
     async def take(self) -> None:
         """Take a sample. A counter's value in it is the counter's growth per second since the sample before."""
