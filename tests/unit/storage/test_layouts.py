@@ -95,15 +95,19 @@ async def piece(source: StepReader, fqn: str, kind: Kind, offset: int, numel: in
     return bytearray(b"".join([piece async for piece in source.read(fqn, kind, offset, numel)]))
 
 
+async def begin_filled(training: Training, spec: JobSpec) -> tuple[Job, int]:
+    """Begin and fill another layout of a training's job. Return it and its first step, which is not committed."""
+    source = await training.engine.open_reader(training.job)
+    job = await begin(training, spec)
+    await fill(training.engine, source, job, halves(training.layout))
+    source.close()
+    return job, source.step + 1
+
+
 async def lay_out(training: Training, spec: JobSpec, *, settled: int | None = None) -> Job:
     """Begin, fill and commit another layout of a training's job. All ranks have `settled` (None: this step)."""
-    engine = training.engine
-    source = await engine.open_reader(training.job)
-    job = await begin(training, spec)
-    await fill(engine, source, job, halves(training.layout))
-    source.close()
-    step = source.step + 1
-    await engine.commit(job, step, {0: b"carried over"}, step if settled is None else settled)
+    job, step = await begin_filled(training, spec)
+    await training.engine.commit(job, step, {0: b"carried over"}, step if settled is None else settled)
     return job
 
 
@@ -301,14 +305,11 @@ async def test_a_commit_that_fails_leaves_the_former_layout(tmp_path: Path, monk
         training = await Training(engine, layout).begin()
         await training.step()
         await engine.end_run(training.job)
-        source = await engine.open_reader(training.job)
-        job = await begin(training, spec_of(layout))
-        await fill(engine, source, job, halves(layout))
-        source.close()
+        job, step = await begin_filled(training, spec_of(layout))
         with monkeypatch.context() as patch:
             Fault(patch, "sync_data").fail(DeviceError("data.0: Input/output error"))
             with pytest.raises(StorageError, match="Input/output error"):
-                await engine.commit(job, 2, {0: b""}, 2)
+                await engine.commit(job, step, {0: b""}, step)
         await engine.end_run(job)
         await training.open()
         await training.assert_at(1)
@@ -321,12 +322,9 @@ async def committing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     training = await Training(engine, layout).begin()
     await training.step()
     await engine.end_run(training.job)
-    source = await engine.open_reader(training.job)
-    job = await begin(training, spec_of(layout))
-    await fill(engine, source, job, halves(layout))
-    source.close()
+    job, step = await begin_filled(training, spec_of(layout))
     with held(monkeypatch, "sync_data") as go_on:
-        commit = unlogged(asyncio.ensure_future(engine.commit(job, 2, {0: b""}, 2)))
+        commit = unlogged(asyncio.ensure_future(engine.commit(job, step, {0: b""}, step)))
         while job.pending is None or job.pending.at_rest.is_set():
             await asyncio.sleep(0)
         yield job, go_on
