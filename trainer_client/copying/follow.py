@@ -197,8 +197,8 @@ class Follower:
                         if is_well_again:
                             self._tell_problem("")
                 except (TrainerClientError, OSError) as error:
-                    # A copy that is under way waits longer for the daemon, which may be started again. An OSError says
-                    # that its memory cannot be mapped, as while this machine is short of memory.
+                    # A copy that is under way waits longer for the daemon, which may be started again. An OSError comes
+                    # if the follower cannot map the daemon's memory, for example while the machine has none left.
                     self._tell_problem(f"the commits at {self._order.origin.address} cannot be watched: {error}")
                     self._watching.extend()
                     self._watching.pause(_FIRST_PAUSE_SECONDS)

@@ -32,8 +32,8 @@ def _rule(values: pb.Adagrad, weights: Tensors, gradients: Tensors, states: Stat
 
 def update_without_kernel(values: pb.Adagrad, weights: Tensors, gradients: Tensors, squares: Tensors) -> None:
     """Update weights and sums with torch's function of Adagrad, because torch has no fused kernel for CUDA."""
-    # Unlike the kernel, the function adds 1 to each count, in place. So each weight has a count of its own, and none is
-    # of `count`, whose tensors later calls get, too.
+    # Unlike the kernel, the function adds 1 to each count, in place. So each weight gets a tensor of its own here. The
+    # function `count` would return one tensor for all weights, and the same one, already changed, to its next caller.
     counts = [torch.tensor(float(values.update_count - 1), dtype=torch.float32) for _ in weights]
     adagrad(
         [*weights],
