@@ -45,6 +45,8 @@ GRAD_SCALE = 0.5
 # The shards of a group that is cut into three tiles, the last of them short, by an engine with these budgets.
 TILED = (120_003, 17, 48_000)
 ROOM_FOR_TILED = {"host_budget_bytes": 16 * MIB, "nvme_budget_bytes": 64 * MIB}
+# The placement of states that a layout has in host memory.
+ON_HOST: dict[str, Any] = {"weights": TierName.HOST, "moments": TierName.HOST}
 OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
 
 States = dict[tuple[str, str, Kind], torch.Tensor]

@@ -22,9 +22,8 @@ from storage.errors import (
 )
 from storage.gradients import Gradient
 from storage.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
-from tests.unit.storage.builders import Layout, Training, engine_config, held, opened, quiesce
+from tests.unit.storage.builders import ON_HOST, Layout, Training, engine_config, held, opened, quiesce
 
-ON_HOST: dict[str, Any] = {"weights": TierName.HOST, "moments": TierName.HOST}
 LAYOUT = Layout(precision=DType.BFLOAT16)
 
 
