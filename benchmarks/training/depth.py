@@ -93,24 +93,22 @@ def measure(
     rounds: int,
     steps: int,
     plain_up_to: int,
-    accumulations: Collection[int],
+    chosen: Collection[tuple[float, int]],
     memory_limit: int | None = None,
     peer: DeepSpeedEnvironment | None = None,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """Measure all depths in all cases, and yield the result so far after each of them; see the module.
+    """Measure all depths in the chosen CASES, and yield the result so far after each of them; see the module.
 
-    The cases with other numbers of micro-batches than `accumulations` are those of the kept results.
+    The other cases are those of the kept results.
 
     Raises:
         BenchmarkError: the disk has too little room, or this project cannot be run.
     """
     needed = PROBES_BYTES + int(DISK_BYTES_PER_PARAMETER * max(task.gpt2_parameters for task in tasks))
     machine.check_free_bytes(directory, needed, "the deepest model", "choose another one, or fewer --sizes")
-    cases = _kept_cases(budget, memory_limit, accumulations)
-    for clip, accumulation in CASES:
-        if accumulation not in accumulations:
-            continue
+    cases = _kept_cases(budget, memory_limit, chosen)
+    for clip, accumulation in chosen:
         sizes = []
         for task in (replace(task, clip=clip, accumulation=accumulation) for task in tasks):
             size = task.gpt2_parameters
@@ -139,7 +137,7 @@ def measure(
 
 
 def _kept_cases(
-    budget: int, memory_limit: int | None, measured_anew: Collection[int]
+    budget: int, memory_limit: int | None, measured_anew: Collection[tuple[float, int]]
 ) -> dict[tuple[float, int], dict[str, Any]]:
     """Return the cases of the kept results that are not measured anew, if they had the same budget and limit."""
     if not KEPT.exists():
@@ -147,11 +145,8 @@ def _kept_cases(
     kept = json.loads(KEPT.read_text())
     if (kept["host_budget_bytes"], kept["memory_limit_bytes"]) != (budget, memory_limit):
         return {}
-    return {
-        (case["clip"], case["accumulation"]): {"provenance": kept["provenance"]} | case
-        for case in kept["cases"]
-        if case["accumulation"] not in measured_anew
-    }
+    cases = {(case["clip"], case["accumulation"]): {"provenance": kept["provenance"]} | case for case in kept["cases"]}
+    return {key: case for key, case in cases.items() if key not in measured_anew}
 
 
 def _lack_of_disk(parameters: int, directory: Path) -> str | None:
@@ -238,13 +233,31 @@ def _bytes(text: str) -> int:
         raise typer.BadParameter(f"--memory-limit {text}: write a number of bytes, such as 3GiB") from error
 
 
-def _arguments(sizes: int, memory_limit: str, deepspeed_dir: Path | None, accumulations: Sequence[int] | None) -> str:
+def _arguments(
+    sizes: int, memory_limit: str, deepspeed_dir: Path | None, clips: Sequence[float], accumulations: Sequence[int]
+) -> str:
     """Return the options that repeat the result, as the variable of make's target."""
     options = f" --sizes {sizes}" if sizes < len(FULL) else ""
-    options += "".join(f" --accumulation {each}" for each in accumulations or ())
+    options += "".join(f" --clip {each:g}" for each in clips)
+    options += "".join(f" --accumulation {each}" for each in accumulations)
     options += f" --memory-limit {memory_limit}" if memory_limit else ""
     options += " --deepspeed DIR" if deepspeed_dir is not None else ""
     return f"OPTIONS='{options.strip()}'" if options else ""
+
+
+def _chosen(clips: Sequence[float], accumulations: Sequence[int]) -> list[tuple[float, int]]:
+    """Return the CASES with one of the limits and one of the numbers of micro-batches; an empty list stands for all."""
+    for name, wanted, known in (
+        ("--clip", clips, sorted({clip for clip, _ in CASES})),
+        ("--accumulation", accumulations, sorted({accumulation for _, accumulation in CASES})),
+    ):
+        if unknown := {*wanted} - {*known}:
+            raise typer.BadParameter(f"{name} {min(unknown):g}: there are cases with {known} only")
+    return [
+        (clip, accumulation)
+        for clip, accumulation in CASES
+        if (not clips or clip in clips) and (not accumulations or accumulation in accumulations)
+    ]
 
 
 def _peer(directory: Path | None, progress: Progress) -> DeepSpeedEnvironment | None:
@@ -266,6 +279,10 @@ def main(
     sizes: Annotated[int, typer.Option(min=1, max=len(FULL), help="How many, from the smallest on.")] = len(FULL),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 1,
     steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
+    clips: Annotated[
+        list[float] | None,
+        typer.Option("--clip", help="Only the cases with this limit of the norm, 0 or 1; repeatable. The others stay."),
+    ] = None,
     accumulations: Annotated[
         list[int] | None,
         typer.Option(
@@ -285,9 +302,8 @@ def main(
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
-    every = sorted({accumulation for _, accumulation in CASES})
-    if unknown := set(accumulations or ()) - {*every}:
-        raise typer.BadParameter(f"--accumulation {min(unknown)}: there are cases with {every} only")
+    clips, accumulations = clips or [], accumulations or []
+    chosen = _chosen(clips, accumulations)
     tasks, budget, rounds, steps = (QUICK, QUICK_BUDGET, 1, 2) if quick else (FULL[:sizes], FULL_BUDGET, rounds, steps)
     result = report.run(
         "depth",
@@ -300,7 +316,7 @@ def main(
             rounds=rounds,
             steps=steps,
             plain_up_to=plain_up_to,
-            accumulations=accumulations or every,
+            chosen=chosen,
             memory_limit=_bytes(memory_limit) if memory_limit else None,
             peer=_peer(deepspeed_dir, console.print),
             progress=console.print,
@@ -309,7 +325,7 @@ def main(
         directory=directory,
         as_json=as_json,
         results=results,
-        arguments=_arguments(sizes, memory_limit, deepspeed_dir, accumulations),
+        arguments=_arguments(sizes, memory_limit, deepspeed_dir, clips, accumulations),
     )
     if results:
         plots.draw("depth", result, report.HERE / "results" / "depth.svg")

@@ -172,12 +172,14 @@ def test_the_cases_of_the_depths_that_are_not_measured_anew_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depth, "KEPT", tmp_path / "depth.json")
-    assert depth._kept_cases(depth.FULL_BUDGET, None, [4]) == {}
+    chosen = depth._chosen([1.0], [4])
+    assert depth._kept_cases(depth.FULL_BUDGET, None, chosen) == {}
     cases = [{"clip": clip, "accumulation": accumulation} for clip, accumulation in depth.CASES]
     kept = {"host_budget_bytes": depth.FULL_BUDGET, "memory_limit_bytes": None, "provenance": "then", "cases": cases}
     depth.KEPT.write_text(json.dumps(kept))
 
-    found = depth._kept_cases(depth.FULL_BUDGET, None, [4])
+    found = depth._kept_cases(depth.FULL_BUDGET, None, chosen)
 
-    assert list(found) == [(0.0, 1), (1.0, 1)] and all(case["provenance"] == "then" for case in found.values())
-    assert depth._kept_cases(depth.FULL_BUDGET, 3 << 30, [4]) == {}
+    assert list(found) == [(0.0, 1), (1.0, 1), (0.0, 4)]
+    assert all(case["provenance"] == "then" for case in found.values())
+    assert depth._kept_cases(depth.FULL_BUDGET, 3 << 30, chosen) == {}
