@@ -6,6 +6,7 @@ This module must never change these processes.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -14,6 +15,9 @@ import psutil
 
 # A peak, such as that of the gradients of the logits, lasts some 50 ms in a step of a second.
 SAMPLE_SECONDS = 0.02
+# A sample holds up a process that maps or frees memory meanwhile, and takes 100 ms for 10 GiB that are in use. So the
+# watch pauses for this many times as long as the sample took.
+PAUSES_PER_SAMPLE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +104,14 @@ class MemoryWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        pause = SAMPLE_SECONDS
+        while not self._ended.wait(pause):
+            began = time.monotonic()
             try:
                 self.peak = larger(self.peak, self._tree.memory())
             except psutil.NoSuchProcess:
                 return  # The process has ended. The thread that waits for its answer reports that.
+            pause = max(SAMPLE_SECONDS, PAUSES_PER_SAMPLE * (time.monotonic() - began))
 
 
 def larger(one: Memory, other: Memory) -> Memory:
