@@ -41,6 +41,11 @@ from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
+# A request waits for so long until the next update ends that frees its gradient. After that such gradients are spilled,
+# too. The update of a large unit takes 0.3 s on a device of 1 GB/s. The wait has an end because an update may itself
+# wait for bytes that need room.
+PATIENCE_SECONDS = 1.0
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Parkable:
@@ -84,6 +89,11 @@ class Parkable:
         return False
 
     @property
+    def will_be_used_up(self) -> bool:
+        """Whether an update under way frees it."""
+        return False
+
+    @property
     def leaving_rank(self) -> int:
         """Its place among what leaves the arena: lower ones leave first."""
         return 1
@@ -104,6 +114,7 @@ class Gradient(Parkable):
         leaves_host: whether it is placed on a backing tier.
         update: the update that uses it, from its begin until it is withdrawn; None: there is none.
         waits_for_seal: whether the update waits until its step is sealed, which may be long.
+        has_last_use: whether the update is the last use that the client makes of it.
     """
 
     dtype: DType
@@ -111,11 +122,23 @@ class Gradient(Parkable):
     leaves_host: bool = False
     update: asyncio.Task[None] | None = None
     waits_for_seal: bool = False
+    has_last_use: bool = False
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether it is parked, and its last use is over, so that its memory can be freed."""
+        is_over = self.update is not None and self.update.done() and not self.update.cancelled()
+        return self.is_parked and self.has_last_use and is_over
 
     @property
     def is_updating(self) -> bool:
         """Whether an update reads it now, or is about to."""
         return self.update is not None and not self.update.done() and not self.waits_for_seal
+
+    @property
+    def will_be_used_up(self) -> bool:
+        """Whether an update under way frees it."""
+        return self.has_last_use and self.is_updating
 
     @property
     def leaving_rank(self) -> int:
@@ -176,6 +199,10 @@ class Gradients:
         # Tasks that wait for room for a gradient, which a failed spill ends with its error.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
+        # The timer that ends the patience with updates that free their gradients, if a request waits for one. And
+        # whether the patience is over.
+        self._patience: asyncio.TimerHandle | None = None
+        self._is_impatient = False
         # The activations that wait for room, in the order of their requests.
         self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
         host.when_room_is_short(self.relieve)
@@ -280,6 +307,9 @@ class Gradients:
         if memory.is_parked or memory.is_freed:
             return
         memory.is_parked = True
+        if isinstance(memory, Gradient) and memory.is_used_up:
+            self.free(memory)
+            return
         # The end of a spill under way decides about the range itself.
         if memory._spilling is None:
             if memory.region is not None:
@@ -289,6 +319,22 @@ class Gradients:
                 self._begin_spill(memory)
             elif memory.arena_range is not None:
                 self._keep(memory)
+        self.relieve()
+
+    def free_after_update(self, gradient: Gradient) -> None:
+        """Free a gradient as soon as its update is done and it is parked, because its client has no other use for it.
+
+        A gradient that the client does not park stays until the client's lease ends.
+        """
+        assert gradient.update is not None, "the update has begun"
+        gradient.has_last_use = True
+        gradient.update.add_done_callback(lambda _: self._end_last_use(gradient))
+
+    def _end_last_use(self, gradient: Gradient) -> None:
+        """Free a gradient whose update is done, if it is parked, and have patience with the next one."""
+        self._end_patience()
+        if gradient.is_used_up:
+            self.free(gradient)
         self.relieve()
 
     async def recall(self, memory: Parkable) -> None:
@@ -310,7 +356,7 @@ class Gradients:
             self.park(memory)
             raise
         if memory.is_freed:
-            raise NotFoundError(f"{memory.label} was freed while it was read back")
+            raise NotFoundError(f"{memory.label} is freed: its lease has ended, or an update was its last use")
         # The client may have parked it again meanwhile, before it had an answer to this call.
         memory.is_parked = False
         self._unkeep(memory)
@@ -379,7 +425,11 @@ class Gradients:
             self._free_range(gradient)
 
     def relieve(self) -> None:
-        """Begin to spill parked gradients if they exceed their room, or if requests wait for room."""
+        """Begin to spill parked gradients if they exceed their room, or if requests wait for room.
+
+        Those that an update under way frees are spilled only if no such update ends within PATIENCE_SECONDS, because a
+        spill takes as long as the update's own reads and writes of so many bytes.
+        """
         if not self._kept:
             return
         excess = self._kept_bytes - self._room()
@@ -392,9 +442,28 @@ class Gradients:
         for memory in list(self._order()):
             if max(short, 0 if memory.is_updating else excess) <= 0:
                 continue
+            if memory.will_be_used_up and self._has_patience():
+                continue
             self._begin_spill(memory)
             short -= memory.nbytes
             excess -= memory.nbytes
+
+    def _has_patience(self) -> bool:
+        """Return whether requests may still wait for an update to free its gradient; the first call begins the wait."""
+        if self._patience is None and not self._is_impatient:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience)
+        return not self._is_impatient
+
+    def _lose_patience(self) -> None:
+        self._end_patience()
+        self._is_impatient = True
+        self.relieve()
+        self._is_impatient = False
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def relieve_jobs(self, jobs: Collection[str]) -> None:
         """Begin to spill one parked gradient of these jobs, unless one is being spilled."""
@@ -406,6 +475,7 @@ class Gradients:
 
     async def close(self) -> None:
         """Wait for the spills under way."""
+        self._end_patience()
         while tasks := [memory._spilling for memory in self._spilling if memory._spilling is not None]:
             await asyncio.wait(tasks)
 

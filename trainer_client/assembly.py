@@ -86,7 +86,7 @@ def _make_parts(
     The constructors of the trace and of the reporter call the store, in this order.
     """
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
-    early = EarlyUpdates(rank.store)
+    early = EarlyUpdates(rank.store, are_final=rank.settings.paramserver.early_updates == "final")
     gradients = _make_gradients(rank, job, early, clipping)
     rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
     updates = Updates(job.states, early, rank.store, rank.collectives)
@@ -97,7 +97,7 @@ def _make_parts(
         optimizer=user.optimizer,
         scaler=scaler,
         clipping=clipping,
-        early_updates=rank.settings.paramserver.early_updates,
+        early_updates=bool(rank.settings.paramserver.early_updates),
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,
     )

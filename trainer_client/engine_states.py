@@ -483,6 +483,7 @@ class EngineStates(EngineCore):
         begun in the backward pass are withdrawn before the change, because they are computed from the former values.
         """
         self.wait_for_commit()
+        self._step.require_revisable("weights or states are to be changed between backward and step")
         try:
             self._step.withdraw_early_updates()
             yield

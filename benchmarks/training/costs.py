@@ -81,6 +81,7 @@ _SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 CHOICES: Mapping[str, Choice] = {
     "clipping": Choice(gradients_leave=1, changes=_CLIPPED),
     "no clipping": Choice(gradients_leave=1),
+    "no clipping, final": Choice(gradients_leave=0, section={"early_updates": "final"}),
     "clipping, accumulation 4": Choice(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}),
     "the same, sums in fp32": Choice(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}, config=_SUMS),
     "boundaries in the store": Choice(gradients_leave=1, changes=_CLIPPED, config=_BOUNDARIES, section=_MOVED),

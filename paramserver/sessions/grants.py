@@ -346,6 +346,10 @@ class Grants:
                 raise ConflictError(
                     f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
                 )
+            if lease.gradient is not None and lease.gradient.is_freed:
+                raise ConflictError(
+                    f"the gradient of group {update.group!r} is freed, because a final update has used it"
+                )
             kernel = convert.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
             self._engine.check_update(job, step, update.group)
             checked.append((lease, kernel, convert.position(update.position, "updates.position")))
@@ -361,6 +365,7 @@ class Grants:
                 kernel,
                 position=position,
                 keeps_gradient=True,
+                is_last_use=request.final,
                 # The client's device computes, so the host has time for it.
                 aside=request.provisional and session.registers_arena,
             )

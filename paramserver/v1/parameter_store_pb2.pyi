@@ -776,7 +776,7 @@ class Adagrad(_message.Message):
     def __init__(self, lr: _Optional[float] = ..., lr_decay: _Optional[float] = ..., weight_decay: _Optional[float] = ..., eps: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
 
 class ApplyGradientsRequest(_message.Message):
-    __slots__ = ("session_id", "step", "hyper_parameters", "updates", "provisional")
+    __slots__ = ("session_id", "step", "hyper_parameters", "updates", "provisional", "final")
     class HyperParameters(_message.Message):
         __slots__ = ("adamw", "adam", "sgd", "lion", "adagrad")
         ADAMW_FIELD_NUMBER: _ClassVar[int]
@@ -810,12 +810,14 @@ class ApplyGradientsRequest(_message.Message):
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step: int
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.HyperParameters]
     updates: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.GroupUpdate]
     provisional: bool
-    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ..., provisional: _Optional[bool] = ...) -> None: ...
+    final: bool
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ..., provisional: _Optional[bool] = ..., final: _Optional[bool] = ...) -> None: ...
 
 class ApplyGradientsResponse(_message.Message):
     __slots__ = ()

@@ -4,7 +4,7 @@ between backward and step."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from tests.integration.support.model_runs import LEARNING_RATE, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import ZOO
-from trainer_client import ConfigError, Engine
+from trainer_client import ConfigError, Engine, PhaseError
 from trainer_client.access import ParameterKey
 
 BATCHES = list(micro_batches(6))
@@ -34,10 +34,12 @@ def build() -> nn.Module:
     return ZOO["gpt2-zoo"]().train()
 
 
-def train_plain(model: nn.Module, act: Act, clipping: float) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train_plain(
+    model: nn.Module, act: Act, clipping: float, batches: Sequence[torch.Tensor] = BATCHES
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     optimizer = optimizer_of(model)
     losses = []
-    for number, batch in enumerate(BATCHES):
+    for number, batch in enumerate(batches):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         losses.append(loss.detach().clone())
@@ -95,6 +97,53 @@ def test_nothing_comes_in_between(model_store: str, place: str) -> None:
 
 def test_it_can_be_turned_off(model_store: str) -> None:
     assert run_both(model_store, "late", "nvme", nothing, nothing, early_updates=False) == (0, 0)
+
+
+@AT_EACH_PLACE
+def test_final_updates(model_store: str, place: str) -> None:
+    begun, withdrawn = run_both(model_store, "final", place, nothing, nothing, early_updates="final")
+    assert begun >= 2 * len(BATCHES)
+    assert withdrawn == 0
+
+
+# Each act breaks the promise of final updates. These are refused before they change anything.
+REFUSED: dict[str, Callable[[Engine], object]] = {
+    "a gradient is read": lambda engine: engine.get_full("transformer.wte.weight", "grad"),
+    "a rank's part of a gradient is read": lambda engine: engine.get_local("transformer.wte.weight", "grad"),
+    "a gradient is set": lambda engine: engine.set_full("transformer.ln_f.bias", "grad", torch.zeros(32)),
+    "a weight is set": lambda engine: engine.set_full("transformer.ln_f.bias", "master", torch.zeros(32)),
+    "the norm is clipped": lambda engine: engine.clip_grad_norm_(1.0),
+}
+
+
+def step_with_another_rate(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    engine.step()
+
+
+def go_backward_again(engine: Engine) -> None:
+    engine.backward(engine(input_ids=BATCHES[1], labels=BATCHES[1]).loss)
+
+
+def test_final_updates_refuse_what_would_make_them_again(model_store: str) -> None:
+    def begin(job: str) -> Engine:
+        section: dict[str, Any] = {"placement": PLACEMENTS["nvme"], "early_updates": "final"}
+        config = config_of(model_store, job, durability="step", **section) | {"zero_optimization": {"stage": 3}}
+        engine = start(build(), config)
+        engine.backward(engine(input_ids=BATCHES[0], labels=BATCHES[0]).loss)
+        return engine
+
+    with begin("final refuses") as engine:
+        for act in REFUSED.values():
+            with pytest.raises(PhaseError, match='early_updates is "final"'):
+                act(engine)
+        engine.step()
+        refused = engine.full_state_dict()
+    _, expected = train_plain(build(), nothing, 0.0, BATCHES[:1])
+    assert [name for name, value in expected.items() if not torch.equal(value, refused[name])] == []
+    for broken in (step_with_another_rate, go_backward_again):
+        with begin(broken.__name__) as engine, pytest.raises(PhaseError, match='early_updates is "final"'):
+            broken(engine)
 
 
 @AT_EACH_PLACE

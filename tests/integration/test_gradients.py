@@ -79,6 +79,9 @@ RUNS = {
     "stage 2, fp16 skip, accumulation": (2, Run(precision="fp16", poisoned_step=1, accumulation=2), (2,)),
     "stage 3, bf16, checkpointed": (3, Run(precision="bf16", checkpointing="non-reentrant", clipping=0.5), (2,)),
     "stage 3, streams": (3, Run(prefer_streams=True, clipping=0.5, accumulation=2), (1,)),
+    "stage 3, final": (3, Run(accumulation=2), (1, 2)),
+    "stage 2, fp16 skip, final": (2, Run(precision="fp16", poisoned_step=1), (1, 2)),
+    "stage 3, streams, final": (3, Run(prefer_streams=True), (1,)),
 }
 
 
@@ -87,7 +90,8 @@ def run_of(daemon: Daemon, name: str, world_size: int) -> Run:
     job = f"{name.replace(', ', '-').replace(' ', '-')}-{world_size}"
     # A step follows the one that is skipped.
     steps = 2 if run.poisoned_step is None else run.poisoned_step + 2
-    return replace(run, layers=LAYERS, steps=steps, with_masters=True, config=config(daemon, job, stage))
+    section = {"early_updates": "final"} if "final" in name else {}
+    return replace(run, layers=LAYERS, steps=steps, with_masters=True, config=config(daemon, job, stage, **section))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

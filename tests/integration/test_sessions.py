@@ -313,6 +313,25 @@ def test_values_that_are_being_staged_cannot_be_read(clients: Clients, job: str)
         rank.acquire(rank.groups[0], Kind.PARAM, READ)
 
 
+def test_a_final_update_uses_its_gradient_up_and_can_be_withdrawn_all_the_same(
+    clients: Clients, daemon: Daemon, job: str
+) -> None:
+    rank = clients.rank(Layout(name=job)).begin()
+    group = rank.groups[0]
+    lease = rank.acquire(group, Kind.GRAD, WRITE, step=1)
+    rank.apply(1, lease, group=group, provisional=True, final=True)
+    rank.call("ParkGradients", lease_ids=[lease.lease_id])
+    wait_until(lambda: tiers(daemon.address)[0].gradient_bytes == 0)
+    rank.call("WithdrawUpdates", step=1, groups=[group])
+    with refused(CODE.FAILED_PRECONDITION, "a final update has used it"):
+        rank.apply(1, lease, group=group)
+    with refused(CODE.NOT_FOUND, "an update was its last use"):
+        rank.acquire(group, Kind.GRAD, WRITE, step=1)
+    rank.release(lease)
+    rank.train(1, 1)
+    rank.assert_at(1)
+
+
 @pytest.mark.parametrize("registers_arena", [True, False])
 def test_early_updates_in_memory_begin_before_the_vote_where_a_device_computes(
     clients: Clients, daemon: Daemon, job: str, registers_arena: bool

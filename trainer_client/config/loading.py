@@ -82,6 +82,12 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
             f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
             f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
         )
+    if config.gradient_clipping and config.paramserver.early_updates == "final":
+        raise ConfigError(
+            f'gradient_clipping = {config.gradient_clipping} and paramserver.early_updates = "final" are both given: a '
+            "clipped update waits for the norm of all gradients, so none is final before that; set early_updates to "
+            "true, or gradient_clipping to 0"
+        )
     norm = 0.0 if config.optimizer is None else config.optimizer.params.max_grad_norm
     if norm not in (0.0, config.gradient_clipping):
         raise ConfigError(

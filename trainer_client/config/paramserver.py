@@ -310,10 +310,11 @@ class ParamserverSection(Section):
     max_consecutive_skipped_steps: PositiveInt | None = Field(
         default=None, description="so many steps in a row with a gradient that is not finite are an error"
     )
-    early_updates: bool = Field(
+    early_updates: bool | Literal["final"] = Field(
         default=True,
-        description="the store begins to update a unit in the backward pass, as soon as its gradient is final; see "
-        "[engine](engine.md#early-updates)",
+        description="the store begins to update a unit in the backward pass, as soon as its gradient is final; "
+        '`"final"`: and frees gradients that do not fit into memory when they are used, because nothing changes '
+        "between backward and step; see [engine](engine.md#early-updates)",
     )
     inference: InferenceSection = Field(default=InferenceSection(), description="an engine without an optimizer")
     # The value may differ between ranks, because each rank writes its own trace.

@@ -290,7 +290,9 @@ def _spilled_gradients(need: StoreNeed, total: Mapping[str, int], config: Traini
         # Those placed in host memory do not fit. No more of them stay there than the admission counts, because
         # parameters take the rest.
         spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
-        return spilled * total["spilling"] // max(1, total["gradients"]) * passes
+        # A final update frees the gradient before it would be written.
+        is_freed = config.paramserver.early_updates == "final"
+        return spilled * total["spilling"] // max(1, total["gradients"]) * (passes - 1 if is_freed else passes)
     # An update that begins in the last backward pass reads the gradient before it would be written.
     return need.placed_gradient_bytes * (passes - 1 if _begin_early(config) else passes)
 

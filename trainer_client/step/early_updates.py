@@ -10,9 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
+from trainer_client.errors import PhaseError
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
+
+# The end of an error text.
+FINAL_PROMISE = (
+    'paramserver.early_updates is "final", which promises that nothing reads or changes gradients, weights, states or '
+    "hyper-parameters between the last backward pass of a step and the step: set it to true"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +48,18 @@ class EarlyUpdates:
 
     A gradient must be withdrawn from the store before it changes, so `Gradients` calls `withdraw` before each change.
 
+    Args:
+        are_final: the training loop has promised that nothing changes between backward and step, so the store frees
+            gradients whose update is done. An update may then be withdrawn only if its step is not made.
+
     Attributes:
+        are_final: see above.
         begun: number of early updates so far, in all steps.
         withdrawn: how many of them were undone.
     """
 
-    def __init__(self, store: RankStore) -> None:
+    def __init__(self, store: RankStore, *, are_final: bool = False) -> None:
+        self.are_final = are_final
         self.begun = 0
         self.withdrawn = 0
         self._store = store
@@ -65,7 +78,7 @@ class EarlyUpdates:
             table: the hyper-parameters that `update` names by number.
             rows: those of each shard; None: the shard stays as it is.
         """
-        accepted = self._store.start_apply_gradients(step, list(table), [update])
+        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self.are_final)
         self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
         self.begun += 1
 
@@ -90,6 +103,16 @@ class EarlyUpdates:
     def remove(self, group: str) -> None:
         """Take note that the group's update is part of a step, or that its gradient is freed. Idempotent."""
         self._of_group.pop(group, None)
+
+    def require_revisable(self, change: str, group: str | None = None) -> None:
+        """Raise PhaseError if updates are final, and one has begun that would have to be made again.
+
+        Args:
+            change: the reason, as the beginning of a sentence.
+            group: the flat group that changes; None: all of them.
+        """
+        if self.are_final and (self._of_group if group is None else group in self._of_group):
+            raise PhaseError(f"{change}, but {FINAL_PROMISE}")
 
     def withdraw(self, group: str) -> None:
         """Have the store undo the group's early update, if there is one, because its gradient or its rule changes."""

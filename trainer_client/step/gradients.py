@@ -18,13 +18,13 @@ import torch
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.device import memory_bytes
-from trainer_client.errors import StoreError, TrainerClientError
+from trainer_client.errors import PhaseError, StoreError, TrainerClientError
 from trainer_client.lanes.lanes import Act, Copy, Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_updates import EarlyUpdates
+from trainer_client.step.early_updates import FINAL_PROMISE, EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
 from trainer_client.step.gradient_window import GradientWindow
 from trainer_client.step.norms import Norms
@@ -196,6 +196,11 @@ class GradientGroup:
 
     def begin_change(self) -> None:
         """Withdraw the early update and remove the norms, because the gradient is about to change."""
+        self._early_updates.require_revisable(
+            f"a gradient of {self.flat_group.unit} came after its last one was expected in this step (after several "
+            "backward passes, set gradient_accumulation_steps to their number)",
+            self.flat_group.name,
+        )
         self.withdraw()
         self._norms = self._sent = None
         self.memory.recall()
@@ -407,6 +412,7 @@ class Gradients:
         mean: bool,
     ) -> None:
         self._collectives = collectives
+        self._early_updates = early_updates
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
         store.parking.park_rest = self._park_rest
@@ -558,8 +564,10 @@ class Gradients:
 
         Raises:
             RuntimeError: the gradient is not reduced over the ranks yet.
+            PhaseError: the store may have freed it.
         """
         self._check_reduced()
+        self.require_kept("a gradient was asked for")
         found = self._find(group)
         alone = self._collectives.world_size == 1
         exists = found is not None and found.memory.is_requested and (not alone or slot in found.present)
@@ -568,8 +576,9 @@ class Gradients:
     def reduced_of(self, group: FlatGroup) -> torch.Tensor | None:
         """Return this rank's part [partition_numel] of a group's gradient, of the backward passes that are reduced.
 
-        Return None, on all ranks alike, if none is reduced.
+        Return None, on all ranks alike, if none is reduced. It can raise PhaseError, as `partition_of` does.
         """
+        self.require_kept("a gradient was asked for")
         found = self._find(group)
         return found.partition if found is not None and found.is_reduced else None
 
@@ -589,10 +598,21 @@ class Gradients:
 
         Raises:
             RuntimeError: the gradients are not reduced over the ranks yet.
+            PhaseError: the store may have freed it.
         """
         self._check_reduced()
+        self.require_kept("a gradient was set")
         found = self._find(group)
         return found is not None and found.memory.is_requested
+
+    def require_kept(self, use: str) -> None:
+        """Raise PhaseError, on all ranks alike, if the store may have freed gradients whose update is done.
+
+        Args:
+            use: the use of a gradient that needs it, as the beginning of a sentence.
+        """
+        if self._early_updates.are_final:
+            raise PhaseError(f"{use}, but {FINAL_PROMISE}")
 
     def change(self, group: FlatGroup, slot: int) -> torch.Tensor:
         """Return this rank's part [partition_numel] of a group's gradient, for the caller to write that of a parameter.

@@ -165,8 +165,9 @@ class TrainingStep:
     def clip_by_norm(self, step: int, limit: float) -> float:
         """Clip the gradient of `step` by its norm when the step is made, and return that norm.
 
-        All ranks must call this.
+        All ranks must call this. It can raise PhaseError.
         """
+        self._gradients.require_kept("engine.clip_grad_norm_() was called")
         self._choose(Clipping(norm=limit))
         self._gradients.complete(step)
         self._gradients.make_norms_exact()
@@ -186,6 +187,10 @@ class TrainingStep:
         """Free the gradients of the step under way, which begins anew, and withdraw its early updates."""
         self._chosen = None
         self._gradients.free()
+
+    def require_revisable(self, change: str) -> None:
+        """Raise PhaseError if a final update has begun that would have to be made again because of the `change`."""
+        self._updates.require_revisable(change)
 
     def withdraw_early_updates(self) -> None:
         """Withdraw the updates that began in the backward pass, because the states change. The gradients stay."""

@@ -116,6 +116,10 @@ class Updates:
         update = self._describe(gradient, leased, rule, gradient.present)
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
+    def require_revisable(self, change: str) -> None:
+        """Raise PhaseError if a final update has begun that would have to be made again because of the `change`."""
+        self._early.require_revisable(change)
+
     def withdraw_early(self) -> None:
         """Have the store undo all early updates, because the states that they are computed from change.
 
@@ -226,6 +230,11 @@ class Updates:
             return None
         update = self._describe(gradient, early.update.gradient, rule)
         if not early.is_as(update, rule.rows_of(update)):
+            self._early.require_revisable(
+                f"the step updates {gradient.flat_group.unit} with other hyper-parameters than the backward pass began "
+                "with",
+                gradient.flat_group.name,
+            )
             gradient.withdraw()
             return None
         return early

@@ -445,6 +445,7 @@ def apply_request(
     updates: Sequence[GroupUpdate],
     *,
     provisional: bool = False,
+    final: bool = False,
 ) -> pb.ApplyGradientsRequest:
     """Return the request of an update; the caller sets its session id."""
     return pb.ApplyGradientsRequest(
@@ -462,6 +463,7 @@ def apply_request(
             for update in updates
         ],
         provisional=provisional,
+        final=final,
     )
 
 

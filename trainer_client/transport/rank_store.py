@@ -674,12 +674,21 @@ class RankStore:
         step: int,
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
+        *,
+        final: bool = False,
     ) -> Pending[bool]:
         """Begin to hand gradients over for updates that can be withdrawn until `commit`. It does not wait.
 
         The trainer must not write to the gradients until the updates are withdrawn or `commit` consumes their leases.
         The result is whether the current daemon has the updates. It is False after a restart: the caller then has to
         hand them over again.
+
+        Args:
+            step: the step that the update belongs to.
+            hyper_parameters: the sets of hyper-parameters that the updates refer to by index.
+            updates: one for each group.
+            final: the trainer has no other use for the gradients, so the store frees those that are parked when their
+                update is done.
         """
         at = self._attachments.current
         where = _units_of(updates)
@@ -695,7 +704,7 @@ class RankStore:
                 at.plane.flush(update.gradient)
             self._recorder.moved(Link.TO_STORE, where, sum(u.gradient.data.numel() for u in updates), began)
             at.check_leases()
-            request = apply_request(step, hyper_parameters, updates, provisional=True)
+            request = apply_request(step, hyper_parameters, updates, provisional=True, final=final)
             return at.begin(at.stub.ApplyGradients, request).result()
 
         def waited(_: Any, began: float, ended: float) -> None:

@@ -192,7 +192,9 @@ class Rank(Client):
             self._fill(lease, Kind.GRAD, [self.reference.gradient(step, group, i) for i in shards])
             self.apply(step, lease, group=group, provisional=provisional)
 
-    def apply(self, step: int, lease: pb.Lease, *, provisional: bool = False, **changes: Any) -> None:
+    def apply(
+        self, step: int, lease: pb.Lease, *, provisional: bool = False, final: bool = False, **changes: Any
+    ) -> None:
         """Call ApplyGradients for one group; `changes` are fields of its update, among them the group's name."""
         hyper: list[pb.ApplyGradientsRequest.HyperParameters] = []
         indexes: list[int] = []
@@ -207,7 +209,8 @@ class Rank(Client):
             "hyper_parameters_of_shard": indexes,
         }
         update = pb.ApplyGradientsRequest.GroupUpdate(**(fields | changes))
-        self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update], provisional=provisional)
+        how = {"provisional": provisional, "final": final}
+        self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update], **how)
 
     def commit(self, step: int, **fields: Any) -> bool:
         """Vote for the commit of a step, and return whether the step is durable."""

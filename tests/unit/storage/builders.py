@@ -306,6 +306,7 @@ class Training:
         before_update: Callable[[Gradient], Awaitable[None]] = as_it_is,
         *,
         aside: bool = False,
+        is_last_use: bool = False,
     ) -> None:
         """Give the gradients of the next step to the engine, which starts the updates.
 
@@ -315,6 +316,7 @@ class Training:
             position: the trace position at which the groups are needed next.
             before_update: called with each gradient when it has its values.
             aside: see Engine.update.
+            is_last_use: see Engine.update.
         """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
@@ -329,7 +331,17 @@ class Training:
                 grad_scale=GRAD_SCALE,
             )
             await before_update(gradient)
-            self.engine.update(self.job, step, group, gradient, wrap(update), position=position, aside=aside)
+            self.engine.update(
+                self.job,
+                step,
+                group,
+                gradient,
+                wrap(update),
+                position=position,
+                keeps_gradient=is_last_use,
+                is_last_use=is_last_use,
+                aside=aside,
+            )
 
     async def assert_at(self, step: int, *, as_of: int | None = None) -> None:
         """Check that the bytes of every shard and kind are those of torch after `step`, bit for bit.

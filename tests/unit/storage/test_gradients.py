@@ -68,14 +68,18 @@ async def filled(training: Training, group: str = "a") -> tuple[Gradient, torch.
     return gradient, values.clone()
 
 
-async def being_read(training: Training, begun: threading.Event, go_on: threading.Event) -> Gradient:
+async def being_read(
+    training: Training, begun: threading.Event, go_on: threading.Event, *, is_last_use: bool = False
+) -> Gradient:
     """Hand over the gradient of the only group, and return it when its update, which waits for `go_on`, reads it."""
     gradients: list[Gradient] = []
 
     async def note(gradient: Gradient) -> None:
         gradients.append(gradient)
 
-    await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note)
+    await training.hand_over(
+        wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note, is_last_use=is_last_use
+    )
     await asyncio.to_thread(begun.wait)
     (gradient,) = gradients
     return gradient
@@ -196,7 +200,7 @@ async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
             await asyncio.sleep(0.02)
             engine.gradients.free(gradient)
             go_on.set()
-            with pytest.raises(NotFoundError, match="was freed while it was read back"):
+            with pytest.raises(NotFoundError, match="is freed: its lease has ended"):
                 await recalling
 
 
@@ -267,7 +271,7 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
 
         def update(job, step, group, gradient, kernel, **more):  # type: ignore[no-untyped-def]
             kernels.append((group, gradient, kernel))
-            return real(job, step, group, gradient, kernel, keeps_gradient=True, **more)
+            return real(job, step, group, gradient, kernel, **(more | {"keeps_gradient": True}))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "update", update)
@@ -282,6 +286,74 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
             engine.free_gradient(gradient, again)
         await training.commit(1)
         await training.assert_at(1)
+
+
+@pytest.mark.parametrize("is_parked_first", [True, False])
+async def test_a_gradient_whose_last_use_is_over_is_freed_and_never_written(
+    tmp_path: Path, without_room: Callable[[Engine], None], is_parked_first: bool
+) -> None:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
+        without_room(engine)
+        with held_up() as (begun, go_on):
+            gradient = await being_read(training, begun, go_on, is_last_use=True)
+            if is_parked_first:
+                engine.gradients.park(gradient)
+            go_on.set()
+            assert gradient.update is not None
+            await asyncio.wait([gradient.update])
+        await asyncio.sleep(0)
+        if not is_parked_first:
+            # The client may still touch it.
+            assert not gradient.is_freed
+            engine.gradients.park(gradient)
+        assert gradient.is_freed and gradient.arena_range is None and gradient.region is None
+        with pytest.raises(NotFoundError, match="an update was its last use"):
+            await engine.gradients.recall(gradient)
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.01])
+async def test_requests_wait_for_the_last_use_of_a_gradient_before_it_is_spilled(
+    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr("storage.gradients.PATIENCE_SECONDS", patience)
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
+        without_room(engine)
+        with held_up() as (begun, go_on):
+            gradient = await being_read(training, begun, go_on, is_last_use=True)
+            engine.gradients.park(gradient)
+            shortage = asyncio.ensure_future(engine.host.allocate(13 * MIB))
+            await asyncio.sleep(0.05)
+            await asyncio.gather(*[memory._spilling for memory in (gradient,) if memory._spilling is not None])
+            assert (gradient.region is not None) == (patience < 1)
+            go_on.set()
+            engine.host.free(await shortage)
+        assert gradient.is_freed and engine.gradients.spilled_bytes == 0
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_a_withdrawn_update_that_was_the_last_use_leaves_its_group_as_it_was(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        gradients: list[Gradient] = []
+
+        async def park(gradient: Gradient) -> None:
+            engine.gradients.park(gradient)
+            gradients.append(gradient)
+
+        await training.hand_over(before_update=park, is_last_use=True)
+        for group in training.layout.groups:
+            await engine.withdraw(training.job, 2, group)
+        await training.assert_at(1)
+        for gradient in gradients:
+            engine.gradients.free(gradient)
+        await training.step()
+        await training.assert_at(2)
 
 
 async def test_a_damaged_gradient_is_named_and_never_used(

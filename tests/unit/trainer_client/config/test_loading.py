@@ -98,6 +98,11 @@ def test_two_paths_are_accepted_where_neither_counts() -> None:
             config(gradient_clipping=1.0, paramserver={"gradient_clipping_value": 0.5}),
             ["gradient_clipping = 1.0", "paramserver.gradient_clipping_value = 0.5", "choose one"],
         ),
+        (
+            config(gradient_clipping=1.0, paramserver={"early_updates": "final"}),
+            ["gradient_clipping = 1.0", 'paramserver.early_updates = "final"', "set early_updates to true"],
+        ),
+        (config(paramserver={"early_updates": "late"}), ["paramserver.early_updates", "'late'"]),
         (config(paramserver={"job": "auto"}), ['paramserver.job is "auto"', "write the value itself"]),
         (config(optimizer={"type": "Lamb"}), ["optimizer.type = 'Lamb'", "not elementwise", "AdamW"]),
         (config(optimizer={"type": "RMSprop"}), ["optimizer.type = 'RMSprop'", "none of", "Adagrad"]),

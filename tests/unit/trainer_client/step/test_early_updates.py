@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from trainer_client.errors import PhaseError
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
@@ -25,15 +26,15 @@ class Store:
         self.withdrawn: list[tuple[int, list[str]]] = []
         self._accepts = accepts
 
-    def start_apply_gradients(self, step: int, table: Any, updates: Any) -> Accepted:
+    def start_apply_gradients(self, step: int, table: Any, updates: Any, *, final: bool) -> Accepted:
         return Accepted(self._accepts)
 
     def withdraw_updates(self, step: int, groups: list[str]) -> None:
         self.withdrawn.append((step, groups))
 
 
-def begin(store: Store) -> EarlyUpdates:
-    early = EarlyUpdates(cast(RankStore, store))
+def begin(store: Store, *, are_final: bool = False) -> EarlyUpdates:
+    early = EarlyUpdates(cast(RankStore, store), are_final=are_final)
     update = GroupUpdate(group="a[0:8]", gradient=cast(Any, None), scale=1.0, hyper_parameters_of_shard=[-1])
     early.begin(3, update, [], [None])
     return early
@@ -67,3 +68,14 @@ def test_an_update_that_the_store_has_lost_is_no_longer_there(asks: bool) -> Non
     early.withdraw("a[0:8]")
     assert store.withdrawn == [], "the next daemon knows nothing of it"
     assert early.find("a[0:8]") is None
+
+
+def test_a_final_update_is_not_made_again_but_may_be_undone() -> None:
+    early = begin(store := Store(accepts=True), are_final=True)
+    early.require_revisable("another group changes", "b[0:8]")
+    for group in ("a[0:8]", None):
+        with pytest.raises(PhaseError, match=r'a rate changes, but .*early_updates is "final"'):
+            early.require_revisable("a rate changes", group)
+    early.withdraw_all()
+    assert store.withdrawn == [(3, ["a[0:8]"])]
+    early.require_revisable("the next step begins")
