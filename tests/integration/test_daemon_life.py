@@ -4,6 +4,7 @@ committed step."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -72,6 +73,24 @@ def test_a_daemon_that_a_job_starts_listens_where_the_job_looks_for_it(
     daemon = LocalDaemon.of(load_config({"paramserver": section}, {}))
     daemon.stop()
     assert daemon.address == f"unix:{tmp_path}/state/paramserver.sock"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_daemon_of_a_job_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers of a data loader are forked after the daemon was started, and may live on when the engine is closed."""
+    # Without this, a failure would take a minute.
+    monkeypatch.setattr("trainer_client.run.local_daemon._STOP_SECONDS", 10.0)
+    daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    try:
+        daemon.stop()
+    finally:
+        worker.kill()
+        worker.join()
+    assert "has not stopped within" not in caplog.text
 
 
 def test_a_state_directory_that_a_job_cannot_write_to_is_named(tmp_path: Path) -> None:

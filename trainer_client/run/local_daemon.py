@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
+from weakref import WeakSet
 
 import grpc
 
@@ -56,6 +58,21 @@ _LOG_TAIL_LINES = 12
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 # With this variable torch looks for a GPU at each operation.
 _NOT_FOR_DAEMONS = {"TORCH_CUDA_SANITIZER"}
+
+# The standard inputs of the daemons that this process has started.
+_inputs: WeakSet[IO[bytes]] = WeakSet()
+
+
+def _close_inputs() -> None:
+    """Close the standard inputs of all daemons in a forked child, such as a worker of a data loader.
+
+    A daemon stops when no process has its input open any more. So such a child would keep the daemon from stopping.
+    """
+    for daemon_input in _inputs:
+        daemon_input.close()
+
+
+os.register_at_fork(after_in_child=_close_inputs)
 
 
 def local_address(state_dir: Path) -> str:
@@ -205,14 +222,19 @@ class LocalDaemon:
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self._state_dir / LOG_NAME).open("ab") as log_file:
             # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
-            return subprocess.Popen(
+            # The pipe has no buffer, because another thread might hold the lock of the buffer when this process forks.
+            process = subprocess.Popen(
                 self._command,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name not in _NOT_FOR_DAEMONS} | _WITHOUT_GPUS,
             )
+        assert process.stdin is not None
+        _inputs.add(process.stdin)
+        return process
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
