@@ -93,6 +93,20 @@ def test_a_forked_child_does_not_keep_the_daemon_of_a_job_from_stopping(
     assert "has not stopped within" not in caplog.text
 
 
+def test_of_two_trainers_that_start_a_daemon_at_once_the_later_one_is_refused(tmp_path: Path) -> None:
+    """The daemon of the first one stops with its trainer, so the later trainer must not take it for its own."""
+    daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
+    try:
+        # The later trainer has found no lock before, because the daemons take some time to begin.
+        later = daemon._spawn()
+        with pytest.raises(LocalDaemonError, match=f"in use by the daemon with pid {daemon._process.pid}"):
+            daemon._wait_until_serving(later, 0)
+        daemon._close_stdin(later)
+        assert later.wait() == 1
+    finally:
+        daemon.stop()
+
+
 def test_a_state_directory_that_a_job_cannot_write_to_is_named(tmp_path: Path) -> None:
     # A directory in the place of the log is refused to root, too.
     (tmp_path / "daemon.log").mkdir()

@@ -92,7 +92,8 @@ class LocalDaemon:
         address: address of the daemon's socket.
 
     Raises:
-        LocalDaemonError: the daemon stopped, or did not serve in time; the message has the end of its log.
+        LocalDaemonError: the daemon stopped, for example because another one has the state directory, or did not serve
+            in time; the message has the end of its log.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class LocalDaemon:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise LocalDaemonError(
-                            f"another store daemon (pid {path.read_text().strip()}) serves {self._state_dir}: to use "
+                            f"another store daemon (pid {self._lock_holder()}) serves {self._state_dir}: to use "
                             f"it, set paramserver.address to {self.address!r} instead of the daemon's own keys; "
                             "else choose another paramserver.state_dir"
                         ) from None
@@ -239,7 +240,9 @@ class LocalDaemon:
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
         with open_channel(self.address) as channel:
-            while not is_serving(channel, timeout_seconds=1.0):
+            # Another trainer may have started a daemon here at the same time. It has the directory and serves at this
+            # address then, and `process` is about to end.
+            while not (is_serving(channel, timeout_seconds=1.0) and self._lock_holder() == str(process.pid)):
                 if process.poll() is not None:
                     raise LocalDaemonError(
                         f"the store daemon stopped with exit code {process.returncode} "
@@ -267,6 +270,11 @@ class LocalDaemon:
     def _close_stdin(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         process.stdin.close()
+
+    def _lock_holder(self) -> str:
+        """Return the pid of the last process that has locked the state directory; "" if there was none."""
+        path = self._state_dir / LOCK_NAME
+        return path.read_text().strip() if path.exists() else ""
 
     def _log_size(self) -> int:
         path = self._state_dir / LOG_NAME
