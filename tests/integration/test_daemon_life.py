@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,37 @@ def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committe
         assert daemon.stop() == 0
 
 
-def test_a_daemon_that_a_job_starts_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context on a GPU takes memory there, and an error on the GPU would end the store of all jobs."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    # torch would look for a GPU at each operation of the daemon.
-    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
-    daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
-    try:
-        variables = Path(f"/proc/{daemon._process.pid}/environ").read_bytes().split(b"\0")
-        assert [one for one in variables if b"CUDA" in one.partition(b"=")[0]] == [b"CUDA_VISIBLE_DEVICES="]
-    finally:
-        daemon.stop()
+@pytest.fixture(scope="module")
+def of_a_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDaemon]:
+    """A daemon that a job has started, with variables that are for the job and not for its daemon."""
+    state = tmp_path_factory.mktemp("job") / "state"
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        variables.setenv("TORCH_CUDA_SANITIZER", "1")
+        # The umask of most users.
+        former = os.umask(0o022)
+        try:
+            daemon = LocalDaemon(state, ["--state-dir", str(state), "--host-budget", "32MiB"], restarts=False)
+        finally:
+            os.umask(former)
+    yield daemon
+    daemon.stop()
+
+
+def test_a_daemon_that_a_job_starts_sees_no_gpu(of_a_job: LocalDaemon) -> None:
+    """A context on a GPU takes memory there, and an error on the GPU would end the store of all jobs.
+
+    With the other variable, torch would look for a GPU at each operation of the daemon.
+    """
+    variables = Path(f"/proc/{of_a_job._process.pid}/environ").read_bytes().split(b"\0")
+    assert [one for one in variables if b"CUDA" in one.partition(b"=")[0]] == [b"CUDA_VISIBLE_DEVICES="]
+
+
+def test_what_a_job_makes_for_its_daemon_is_for_its_user_alone(of_a_job: LocalDaemon) -> None:
+    """The log has names of jobs and clients."""
+    made = [of_a_job._state_dir, *of_a_job._state_dir.iterdir()]
+    assert "daemon.log" in {path.name for path in made}
+    assert [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
 def test_a_daemon_that_a_job_starts_listens_where_the_job_looks_for_it(

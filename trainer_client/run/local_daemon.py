@@ -102,7 +102,7 @@ class LocalDaemon:
         """Start a daemon.
 
         Args:
-            state_dir: the daemon's state directory, which is made if it is not there.
+            state_dir: the daemon's state directory, which is made if it is not there, with access for this user only.
             options: the options of `paramserver serve`, the state directory among them.
             address: the address of the socket that the options name; None: the socket in the state directory.
             restarts: whether the daemon is started again each time that it has ended by itself.
@@ -110,7 +110,7 @@ class LocalDaemon:
         self._state_dir = state_dir.absolute()
         self.address = local_address(self._state_dir) if address is None else address
         try:
-            self._state_dir.mkdir(parents=True, exist_ok=True)
+            self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise LocalDaemonError(
                 f"state directory {self._state_dir} cannot be made ({error.strerror}): "
@@ -221,7 +221,8 @@ class LocalDaemon:
                 time.sleep(_POLL_SECONDS)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        with (self._state_dir / LOG_NAME).open("ab") as log_file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with os.fdopen(os.open(self._state_dir / LOG_NAME, flags, 0o600), "ab") as log_file:
             # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
             # The pipe has no buffer, because another thread might hold the lock of the buffer when this process forks.
             process = subprocess.Popen(
