@@ -58,6 +58,7 @@ def of_a_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDaemon]:
     with pytest.MonkeyPatch.context() as variables:
         variables.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         variables.setenv("TORCH_CUDA_SANITIZER", "1")
+        variables.setenv("NOTIFY_SOCKET", "@the-manager-of-the-trainer")
         # The umask of most users.
         former = os.umask(0o022)
         try:
@@ -75,6 +76,11 @@ def test_a_daemon_that_a_job_starts_sees_no_gpu(of_a_job: LocalDaemon) -> None:
     """
     variables = Path(f"/proc/{of_a_job._process.pid}/environ").read_bytes().split(b"\0")
     assert [one for one in variables if b"CUDA" in one.partition(b"=")[0]] == [b"CUDA_VISIBLE_DEVICES="]
+
+
+def test_a_daemon_that_a_job_starts_tells_nothing_to_the_manager_of_the_trainer(of_a_job: LocalDaemon) -> None:
+    """A manager that listens to all processes of a service takes STOPPING=1 for the end of the service."""
+    assert b"NOTIFY_SOCKET" not in Path(f"/proc/{of_a_job._process.pid}/environ").read_bytes()
 
 
 def test_what_a_job_makes_for_its_daemon_is_for_its_user_alone(of_a_job: LocalDaemon) -> None:

@@ -56,8 +56,9 @@ _LOG_TAIL_LINES = 12
 
 # The daemon computes on the CPU. It must never have a context on a GPU, because an error there would end the store.
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
-# With this variable torch looks for a GPU at each operation.
-_NOT_FOR_DAEMONS = {"TORCH_CUDA_SANITIZER"}
+# With the first variable torch looks for a GPU at each operation. The second one names the service manager of the
+# trainer, which would take the end of the daemon for that of the trainer.
+_NOT_FOR_DAEMONS = {"TORCH_CUDA_SANITIZER", "NOTIFY_SOCKET"}
 
 # The standard inputs of the daemons that this process has started.
 _inputs: WeakSet[IO[bytes]] = WeakSet()
