@@ -46,9 +46,12 @@ LOCK_NAME = "lock"
 # The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog,
 # which may be large.
 _START_SECONDS = 120.0
-# The most seconds to wait for the lock on the state directory, because the daemon of a killed trainer finishes its work
-# before it releases the lock.
+# The most seconds to wait for the lock on the state directory while another daemon serves there, because the daemon of
+# a killed trainer may not have noticed the end of its trainer yet.
 _PREDECESSOR_SECONDS = 20.0
+# The most seconds to wait while a daemon that does not serve has the lock, because the daemon of a killed trainer
+# finishes a commit or a snapshot before it releases the lock.
+_ENDING_SECONDS = 120.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0
@@ -101,6 +104,46 @@ def _make_directory(path: Path) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _wait_for_predecessor(state_dir: Path, address: str) -> None:
+    """Wait until no other daemon has the state directory locked, as that of a killed trainer may for a while.
+
+    Raises:
+        LocalDaemonError: the directory stays locked, or the other daemon goes on to serve at `address`.
+    """
+    path = state_dir / LOCK_NAME
+    if not path.exists():
+        return
+    began = time.monotonic()
+    with path.open("rb") as lock_file, open_channel(address) as channel:
+        while True:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                # Closing the file releases this lock.
+                return
+            except BlockingIOError:
+                waited_seconds = time.monotonic() - began
+                if waited_seconds > _PREDECESSOR_SECONDS and is_serving(channel, timeout_seconds=1.0):
+                    raise LocalDaemonError(
+                        f"another store daemon (pid {_lock_holder(state_dir)}) serves {state_dir}: to use it, set "
+                        f"paramserver.address to {address!r} instead of the daemon's own keys; else choose another "
+                        "paramserver.state_dir"
+                    ) from None
+                if waited_seconds > _ENDING_SECONDS:
+                    raise LocalDaemonError(
+                        f"another store daemon (pid {_lock_holder(state_dir)}) has {state_dir} locked, and has not "
+                        f"served at {address} for {_ENDING_SECONDS:g} s: if it serves elsewhere, set "
+                        f"paramserver.address to that; else look at {state_dir / LOG_NAME}, and start again when it "
+                        "has ended"
+                    ) from None
+            time.sleep(_POLL_SECONDS)
+
+
+def _lock_holder(state_dir: Path) -> str:
+    """Return the pid of the last process that has locked the state directory; "" if there was none."""
+    path = state_dir / LOCK_NAME
+    return path.read_text().strip() if path.exists() else ""
 
 
 class LocalDaemon:
@@ -198,7 +241,7 @@ class LocalDaemon:
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
-            self._wait_for_predecessor()
+            _wait_for_predecessor(self._state_dir, self.address)
             log_offset = self._log_size()
             process = self._spawn()
         except OSError as error:
@@ -212,31 +255,6 @@ class LocalDaemon:
             self._close_stdin(process)
             raise
         return process
-
-    def _wait_for_predecessor(self) -> None:
-        """Wait until no other daemon has the state directory locked, as that of a killed trainer may for a while.
-
-        Raises:
-            LocalDaemonError: the directory stays locked.
-        """
-        path = self._state_dir / LOCK_NAME
-        if not path.exists():
-            return
-        deadline = time.monotonic() + _PREDECESSOR_SECONDS
-        with path.open("rb") as lock_file:
-            while True:
-                try:
-                    fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    # Closing the file releases this lock.
-                    return
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise LocalDaemonError(
-                            f"another store daemon (pid {self._lock_holder()}) serves {self._state_dir}: to use "
-                            f"it, set paramserver.address to {self.address!r} instead of the daemon's own keys; "
-                            "else choose another paramserver.state_dir"
-                        ) from None
-                time.sleep(_POLL_SECONDS)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -261,7 +279,7 @@ class LocalDaemon:
         with open_channel(self.address) as channel:
             # Another trainer may have started a daemon here at the same time. It has the directory and serves at this
             # address then, and `process` is about to end.
-            while not (is_serving(channel, timeout_seconds=1.0) and self._lock_holder() == str(process.pid)):
+            while not (is_serving(channel, timeout_seconds=1.0) and _lock_holder(self._state_dir) == str(process.pid)):
                 if process.poll() is not None:
                     raise LocalDaemonError(
                         f"the store daemon stopped with exit code {process.returncode} "
@@ -289,11 +307,6 @@ class LocalDaemon:
     def _close_stdin(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         process.stdin.close()
-
-    def _lock_holder(self) -> str:
-        """Return the pid of the last process that has locked the state directory; "" if there was none."""
-        path = self._state_dir / LOCK_NAME
-        return path.read_text().strip() if path.exists() else ""
 
     def _log_size(self) -> int:
         path = self._state_dir / LOG_NAME
