@@ -342,12 +342,15 @@ async def _start(
 
     A probe such as that of Kubernetes has neither a certificate nor a token, and the answer that it gets is no secret.
     """
-    await server.start()
     if health_address is None:
+        await server.start()
         return
     health_server = grpc.aio.server(options=HEALTH_LIMITS)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, health_server)
+    # The address is bound first. If that failed after the start of the server, clients would be served while the engine
+    # is being closed.
     _bind(health_server, health_address, f"health_listen address {health_address}")
+    await server.start()
     await health_server.start()
     cleanup.push_async_callback(health_server.stop, None)
     log.info("health service at %s", health_address)

@@ -15,7 +15,7 @@ from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.support.daemon import SERVICE, Daemon, admin_of, run_serve
+from tests.integration.support.daemon import CHANNEL_OPTIONS, SERVICE, Daemon, admin_of, run_serve
 from tests.integration.support.ranks import free_port
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -65,8 +65,18 @@ def test_a_probe_needs_neither_certificate_nor_token_and_gets_the_health_service
         assert "no daemon answers at" in missing.stderr
 
 
-def test_an_address_of_the_health_service_that_is_taken_ends_the_start(tmp_path: Path) -> None:
-    with Daemon(tmp_path / "first", {"health_listen": f"127.0.0.1:{(port := free_port())}"}):
-        ended = run_serve("--state-dir", str(tmp_path / "second"), "--health-listen", f"127.0.0.1:{port}")
+def test_an_address_of_the_probes_that_is_taken_ends_the_start_before_a_client_is_served(tmp_path: Path) -> None:
+    address, waiting_at = f"127.0.0.1:{free_port()}", f"unix:{tmp_path}/second/paramserver.sock"
+    with (
+        Daemon(tmp_path / "first", {"health_listen": address}),
+        channel_to(waiting_at, options=CHANNEL_OPTIONS) as channel,
+    ):
+        # A trainer waits like this for the next daemon.
+        check = health_pb2_grpc.HealthStub(channel).Check
+        call = check.future(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
+        second = ("--state-dir", str(tmp_path / "second"), "--host-budget", "16MiB")
+        ended = run_serve(*second, "--health-listen", address)
+        assert not call.done()
+        call.cancel()
     assert ended.returncode == 1
-    assert f"cannot listen on health_listen address 127.0.0.1:{port}" in ended.stderr
+    assert f"cannot listen on health_listen address {address}" in ended.stderr
