@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paramserver.metrics import families
@@ -23,6 +23,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 class _Readings:
     tiers: admin_pb.GetTiersResponse
     sessions: Sequence[admin_pb.SessionInfo]
+    lost_sessions: int
     jobs: Sequence[admin_pb.JobInfo]
     all_jobs: int
 
@@ -64,9 +65,16 @@ class StoreCollector(Collector):
         yield from families.tier_families(readings.tiers.tiers)
         for of_sessions in families.SESSIONS:
             yield of_sessions.family((), [((), readings.sessions)])
+        yield CounterMetricFamily(families.LOST_SESSIONS, families.LOST_SESSIONS_MEANING, value=readings.lost_sessions)
         yield GaugeMetricFamily(f"{families.PREFIX}jobs", "Jobs in the catalog.", value=readings.all_jobs)
         yield from families.job_families(readings.jobs)
 
     async def _read(self) -> _Readings:
         jobs, all_jobs = await self._view.leading_jobs(self._most_jobs)
-        return _Readings(tiers=self._view.tiers(), sessions=self._view.sessions(), jobs=jobs, all_jobs=all_jobs)
+        return _Readings(
+            tiers=self._view.tiers(),
+            sessions=self._view.sessions(),
+            lost_sessions=self._view.lost_sessions,
+            jobs=jobs,
+            all_jobs=all_jobs,
+        )

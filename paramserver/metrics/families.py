@@ -296,9 +296,13 @@ def job_families(jobs: Sequence[admin_pb.JobInfo]) -> Iterable[Metric]:
 
 
 JOB_BYTES_MEANING = "Bytes of the job on the tier."
+# The collector makes this metric, because no reading of a session is left when it has ended.
+LOST_SESSIONS = f"{PREFIX}sessions_lost"
+LOST_SESSIONS_MEANING = "Sessions that ended because the client was silent, or did not come back after a break."
 
 
 def meanings() -> Mapping[str, str]:
     """Return the meaning of each metric in this module by its full name."""
     figures: tuple[Figure[Any], ...] = (*TIERS, *DEVICES, *LENDERS, *DAEMON, *JOBS, *SESSIONS)
-    return {figure.full_name: figure.meaning for figure in figures} | {f"{PREFIX}job_bytes": JOB_BYTES_MEANING}
+    own = {f"{PREFIX}job_bytes": JOB_BYTES_MEANING, f"{LOST_SESSIONS}_total": LOST_SESSIONS_MEANING}
+    return {figure.full_name: figure.meaning for figure in figures} | own

@@ -74,6 +74,11 @@ class StoreView:
         """Return the description of each session and of what it holds, oldest first."""
         return [self.session(session) for session in self._sessions]
 
+    @property
+    def lost_sessions(self) -> int:
+        """The number of sessions that ended because the client was silent, or did not come back."""
+        return self._sessions.lost
+
     def tiers(self) -> admin_pb.GetTiersResponse:
         """Return one reading of every tier."""
         return admin_pb.GetTiersResponse(

@@ -82,6 +82,8 @@ class Sessions:
         self.limits = limits
         # True once the daemon stops. From then on sessions end for no other reason.
         self.is_stopping = False
+        # The number of sessions that ended because the client was silent, or did not come back after its stream broke.
+        self.lost = 0
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host, limits.late_copy_seconds)
         self._engine = engine
@@ -209,10 +211,12 @@ class Sessions:
         elif now - due > LATE_SECONDS:
             self._expect(session, LATE_SECONDS)
         elif attached:
+            self.lost += 1
             reason = f"no heartbeat for {timeout:g} s"
             self.end(session, reason)
             session.stream.end(NotFoundError(f"{UNKNOWN_SESSION} ({reason})"))
         else:
+            self.lost += 1
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
     def end(self, session: Session, reason: str, *, is_closed: bool = False) -> None:

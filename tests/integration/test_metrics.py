@@ -25,7 +25,7 @@ from storage.shard import Kind
 from storage.tiers.base import round_up
 from tests.integration.support.daemon import MIB, Daemon, admin_of, run_serve, tiers
 from tests.integration.support.ranks import free_port
-from tests.integration.support.store_client import Clients, refused
+from tests.integration.support.store_client import Client, Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
@@ -103,6 +103,18 @@ def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
     sessions = [value for key, value in ended.items() if key[0] == "paramserver_streams_total" and "Session" in key]
     assert sum(sessions) == 2
     assert ended["process_resident_memory_bytes",] > 0
+
+
+def test_sessions_of_silent_clients_are_counted_as_lost_and_closed_ones_are_not(tmp_path: Path) -> None:
+    """With short time-outs, no scrape may come while a client is silent, so a gauge alone would not show it."""
+    address = f"127.0.0.1:{free_port()}"
+    config = {"metrics_listen": address, "heartbeat_timeout_seconds": 1.0}
+    with Daemon(tmp_path / "state", config) as daemon:
+        Client(daemon.address, "closed").close()
+        assert scrape(address)["paramserver_sessions_lost_total",] == 0
+        silent = Client(daemon.address, "stopped", silent=True)
+        wait_until(lambda: scrape(address)["paramserver_sessions_lost_total",] == 1)
+        silent.close()
 
 
 def test_parked_gradients_are_counted_on_the_tier_that_has_them(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
             "alone": {"ParamserverReplicaLag"},
             "damaged": {"ParamserverDataDamaged", "ParamserverTierDegraded"},
             "full": {"ParamserverTierFull", "ParamserverRequestsRefusedForRoom"},
-            "silent": {"ParamserverClientStalled"},
+            "silent": {"ParamserverClientStalled", "ParamserverClientLost"},
             "stuck": {"ParamserverDeviceStuck", "ParamserverTierDegraded"},
         }
         raised: dict[str, set[str]] = {name: set() for name in targets}
