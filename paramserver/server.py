@@ -142,8 +142,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
 
     raise_limit()
     # Certificates and tokens are read before any file is made, because their errors are errors of the configuration.
-    credentials = _credentials(config)
-    tokens = TokenFile(config.token_file) if config.token_file is not None else None
+    credentials, tokens = _read_access(config)
     # Sockets and files get a mode that admits this user only.
     os.umask(0o077)
     if config.numa_node is not None:
@@ -185,7 +184,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
         cleanup.push_async_callback(engine.close)
         configuration = Configuration(
             config,
-            read_again,
+            partial(_read_usable, read_again),
             quotas,
             lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget),
             lambda changed: engine.lent.resize(changed.lend_budget, changed.lend_per_borrower),
@@ -471,9 +470,18 @@ def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
+def _read_access(config: DaemonConfig) -> tuple[grpc.ServerCredentials | None, TokenFile | None]:
+    """Read the certificates and the tokens that a configuration names. Raise ConfigError if they cannot be used."""
     files = _certificate_files(config)
-    return None if files is None else server_credentials(files)
+    credentials = None if files is None else server_credentials(files)
+    return credentials, None if config.token_file is None else TokenFile(config.token_file)
+
+
+def _read_usable(read_again: Callable[[], DaemonConfig]) -> DaemonConfig:
+    """Return the configuration as it is now. Raise ConfigError where a start with it would end with that error."""
+    config = read_again()
+    _read_access(config)
+    return config
 
 
 def _certificate_files(config: DaemonConfig) -> CertificateFiles | None:

@@ -367,6 +367,22 @@ def test_changed_quotas_count_after_a_reload_and_other_keys_are_named(tmp_path: 
         assert daemon.stop() == 0
 
 
+def test_a_reload_refuses_files_of_credentials_that_a_start_would_refuse(tmp_path: Path) -> None:
+    """The daemon would not come back after the restart, and systemd does not try again after such an error."""
+    with Daemon(tmp_path / "state") as daemon:
+        file = tmp_path / "state.toml"
+        before = file.read_text()
+        tls = "".join(f'tls_{key} = "/nonexistent/{key}.pem"\n' for key in ("certificate", "key", "client_ca"))
+        for keys, named in (
+            ('token_file = "/nonexistent/tokens.toml"\n', "token_file: cannot read /nonexistent/tokens.toml"),
+            (f'listen = "127.0.0.1:0"\n{tls}', "tls_certificate: cannot read /nonexistent/certificate.pem"),
+        ):
+            file.write_text(before + keys)
+            refusal = CliRunner().invoke(app, ["reload"], env=address_of(daemon))
+            assert refusal.exit_code == 1 and f"the configuration stays as it is: {named}" in refusal.stderr
+        assert daemon.stop() == 0
+
+
 def test_a_reload_refuses_budgets_that_the_jobs_do_not_fit_into_with_what_they_need(tmp_path: Path) -> None:
     file = tmp_path / "state.toml"
 
