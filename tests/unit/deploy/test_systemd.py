@@ -44,8 +44,24 @@ def test_systemd_accepts_the_unit_and_finds_little_exposed(tmp_path: Path) -> No
     assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
+def of_environment() -> dict[str, str]:
+    return dict(re.findall(r"^Environment=(\w+)=(.*)$", UNIT.read_text(), flags=re.MULTILINE))
+
+
+def settings() -> dict[str, str]:
+    """Return the settings of the unit; of those that occur several times, the last one."""
+    return dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), flags=re.MULTILINE))
+
+
+def test_the_directory_of_the_socket_is_the_same_after_a_restart() -> None:
+    """A container has the directory itself mounted, and would look for the next socket in one that was removed."""
+    socket_path = load_config(DIRECTORY / "paramserver.toml", {}, of_environment()).socket_path
+    assert f"/run/{settings()['RuntimeDirectory']}" == str(socket_path.parent)
+    assert settings()["RuntimeDirectoryPreserve"] == "yes"
+
+
 def test_the_daemon_accepts_file_and_variables_of_the_unit() -> None:
-    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", UNIT.read_text(), flags=re.MULTILINE))
+    variables = of_environment()
     assert all(name.startswith(ENVIRONMENT_PREFIX) for name in variables)
     config = load_config(DIRECTORY / "paramserver.toml", {}, variables)
 
