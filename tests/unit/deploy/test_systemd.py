@@ -60,6 +60,12 @@ def test_the_directory_of_the_socket_is_the_same_after_a_restart() -> None:
     assert settings()["RuntimeDirectoryPreserve"] == "yes"
 
 
+def test_its_directories_are_for_its_user_alone() -> None:
+    """Those that the daemon makes are, too. systemd makes them with mode 0755 unless the unit says otherwise."""
+    modes = [settings().get(f"{kind}DirectoryMode") for kind in ("Runtime", "State")]
+    assert modes == ["0700", "0700"]
+
+
 def test_the_daemon_accepts_file_and_variables_of_the_unit() -> None:
     variables = of_environment()
     assert all(name.startswith(ENVIRONMENT_PREFIX) for name in variables)
