@@ -66,6 +66,14 @@ def test_its_directories_are_for_its_user_alone() -> None:
     assert modes == ["0700", "0700"]
 
 
+def test_the_runbooks_say_how_to_go_on_where_systemd_has_given_up() -> None:
+    """systemd counts starts by hand, too, and refuses them for the rest of the interval."""
+    assert int(settings()["StartLimitBurst"]) == 5 and int(settings()["StartLimitIntervalSec"]) == 600
+    runbooks = (DIRECTORY.parents[1] / "docs" / "runbooks.md").read_text()
+    limits = [part for part in runbooks.split("\n\n") if "five attempts" in part or "sixth start within ten" in part]
+    assert len(limits) == 2 and all("`systemctl reset-failed paramserver@alice`" in part for part in limits)
+
+
 def test_the_daemon_accepts_file_and_variables_of_the_unit() -> None:
     variables = of_environment()
     assert all(name.startswith(ENVIRONMENT_PREFIX) for name in variables)
