@@ -74,6 +74,11 @@ def test_the_runbooks_say_how_to_go_on_where_systemd_has_given_up() -> None:
     assert len(limits) == 2 and all("`systemctl reset-failed paramserver@alice`" in part for part in limits)
 
 
+def test_it_names_no_page_that_no_installation_has() -> None:
+    """The package installs no pages, so `systemctl status` would show a file that is not there."""
+    assert "Documentation" not in settings()
+
+
 def test_the_daemon_accepts_file_and_variables_of_the_unit() -> None:
     variables = of_environment()
     assert all(name.startswith(ENVIRONMENT_PREFIX) for name in variables)
