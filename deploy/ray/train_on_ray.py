@@ -27,7 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import trainer_client
 
-START_SECONDS = 120.0
+# The daemon takes its whole host budget first, which lasts minutes for 1 TiB.
+START_SECONDS = 600.0
 RESTART_PAUSE_SECONDS = 1.0
 # The exit status of a daemon whose configuration is wrong, which a restart does not mend.
 BAD_CONFIGURATION = 2

@@ -43,9 +43,9 @@ SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
 LOCK_NAME = "lock"
 
-# The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog,
-# which may be large.
-_START_SECONDS = 120.0
+# The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog.
+# An arena of 1 TiB takes some three minutes (measured at 6 GB/s). The files in deploy allow as long.
+_START_SECONDS = 600.0
 # The most seconds to wait for the lock on the state directory while another daemon serves there, because the daemon of
 # a killed trainer may not have noticed the end of its trainer yet.
 _PREDECESSOR_SECONDS = 20.0
@@ -287,8 +287,9 @@ class LocalDaemon:
                     )
                 if time.monotonic() > deadline:
                     raise LocalDaemonError(
-                        f"the store daemon (pid {process.pid}) does not serve after {_START_SECONDS:g} s "
-                        f"(log: {self._state_dir / LOG_NAME})"
+                        f"the store daemon (pid {process.pid}) does not serve after {_START_SECONDS:g} s, in which it "
+                        f"takes host_budget and reads its catalog: look at {self._state_dir / LOG_NAME}, or lower "
+                        "host_budget"
                     )
                 time.sleep(_POLL_SECONDS)
 
