@@ -191,6 +191,14 @@ def test_trainers_are_the_user_of_the_daemon_and_mount_its_socket_at_the_same_pa
     assert run in [v["hostPath"]["path"] for v in store["volumes"] if "hostPath" in v]
 
 
+def test_the_page_asks_for_no_capability_to_lock_memory_because_the_daemon_is_not_root() -> None:
+    """The kernel drops the capabilities of a container when it starts a program as another user than root."""
+    assert pod(one(base(), "DaemonSet", "store"))["securityContext"]["runAsUser"] != 0
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (said,) = (point for point in re.split(r"\n(?=- |\n)", page) if "`lock_memory`" in point)
+    assert "`LimitMEMLOCK=`" in said and "`IPC_LOCK` in a manifest counts for root only" in said
+
+
 def test_the_launcher_accepts_the_arguments_of_the_job_and_its_nodes_meet() -> None:
     job, service = one(base(), "Job", "trainer"), one(base(), "Service", "trainer")
     (container,) = pod(job)["containers"]
