@@ -92,10 +92,18 @@ class ParamserverStrategy(DDPStrategy):
         return self._engine
 
     @property
+    def _engine_in_use(self) -> Engine | None:
+        """The engine, if the Trainer's present or last call is for its model; None for a plain model.
+
+        After a fit, `validate`, `test` and `predict` may be given another model.
+        """
+        return self._engine if self._engine is not None and self.model is self._engine else None
+
+    @property
     def precision_plugin(self) -> Precision:
         """The engine's plug-in while the engine computes; else the one of the Trainer."""
-        if self._engine is not None and self.model is self._engine:
-            return EnginePrecision(self._engine, self._trainers_precision.precision)
+        if (engine := self._engine_in_use) is not None:
+            return EnginePrecision(engine, self._trainers_precision.precision)
         return self._trainers_precision
 
     @precision_plugin.setter
@@ -255,7 +263,7 @@ class ParamserverStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing of a model that the engine has, because the store keeps it; else the plain state dict."""
-        return {} if self._engine is not None else super().lightning_module_state_dict()
+        return {} if self._engine_in_use is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return nothing, because the store keeps the states."""
@@ -272,11 +280,11 @@ class ParamserverStrategy(DDPStrategy):
         """
         if storage_options is not None:
             raise ConfigError("save_checkpoint(storage_options=...) is not honoured: the store keeps the step")
-        if self._engine is None:
+        if (engine := self._engine_in_use) is None:
             super().save_checkpoint(checkpoint, filepath)
             return
         state = {key: value for key, value in checkpoint.items() if key not in _KEPT_BY_ENGINE}
-        self._engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=state, save_latest=False)
+        engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=state, save_latest=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory that `save_checkpoint` has written, or read a file of Lightning. All ranks must call this.
@@ -292,13 +300,13 @@ class ParamserverStrategy(DDPStrategy):
             read: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return read
         assert self.lightning_module is not None
-        if self._engine is None or self.model is not self._engine:
+        if (engine := self._engine_in_use) is None:
             raise ConfigError(
                 f"{path} is a checkpoint of ParamserverStrategy, and only a strategy that has fitted the model loads "
                 "it: export the step with `paramserver export`, or call fit(ckpt_path=...) first"
             )
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        _, state = self._engine.load_checkpoint(
+        _, state = engine.load_checkpoint(
             path,
             _TAG,
             load_module_strict=self.lightning_module.strict_loading,
@@ -309,16 +317,16 @@ class ParamserverStrategy(DDPStrategy):
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a file of Lightning. All ranks must call this.
+        """Load the weights of a file of Lightning into the model of the Trainer's call. All ranks must call this.
 
         `load_checkpoint` has loaded those of a directory.
         """
         if "state_dict" not in checkpoint:
             return
-        if self._engine is None:
+        if (engine := self._engine_in_use) is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     # The end
 

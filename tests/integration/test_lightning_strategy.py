@@ -1,0 +1,136 @@
+"""What `ParamserverStrategy` does besides training: loaded files, calls after a fit, errors and refusals."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.integration.support.daemon import Daemon
+
+pytest.importorskip("lightning", reason="lightning is not installed: `make peers` installs it")
+
+from lightning.pytorch import LightningModule, Trainer
+
+from trainer_client.lightning.strategy import ParamserverStrategy
+
+WIDTH = 4
+BATCHES = 4
+Make = Callable[..., tuple[Trainer, Any]]
+
+# Lightning calls what the newest torch deprecates, and advises to use more workers.
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*LeafSpec.*:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Daemon(tmp_path_factory.mktemp("lightning") / "state") as daemon:
+        yield daemon.address
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Lightning says in the environment which rank a process is, and leaves its process group at the process's end."""
+    with patch.dict(os.environ):
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def make(store: str, tmp_path: Path) -> Iterator[Make]:
+    """A function that makes a Trainer and its strategy, which is closed at the end of the test.
+
+    The function's arguments are those of the Trainer, and `section` with further keys of `paramserver`. With `plain`
+    the strategy is Lightning's own.
+    """
+    strategies = []
+
+    def make(*, plain: bool = False, section: Any = None, **arguments: Any) -> tuple[Trainer, Any]:
+        strategy: Any = "ddp"
+        if not plain:
+            keys = {"address": store, **(section or {})}
+            strategy = ParamserverStrategy(config={"paramserver": keys, "gradient_clipping": 0})
+            strategies.append(strategy)
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            default_root_dir=tmp_path,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"max_epochs": 1, **arguments},
+        )
+        return trainer, strategy
+
+    yield make
+    for strategy in strategies:
+        strategy.close()
+
+
+class Module(LightningModule):
+    """One layer, and a schedule that halves the learning rate at each step. It notes losses and rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(WIDTH, 1)
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        self.losses.append(loss.item())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def test_step(self, batch: torch.Tensor, _: int) -> None:
+        self.layer(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader() -> DataLoader[Any]:
+    samples: Any = torch.randn(2 * BATCHES, WIDTH, generator=torch.Generator().manual_seed(1))
+    return DataLoader(samples, batch_size=2)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def plain_file(make: Make, path: Path) -> dict[str, torch.Tensor]:
+    """Write a file of plain Lightning after one epoch, and return the weights in it."""
+    trainer, _ = make(plain=True)
+    trainer.fit(Module(), loader())
+    trainer.save_checkpoint(path)
+    weights: dict[str, torch.Tensor] = torch.load(path)["state_dict"]
+    return weights
+
+
+def test_files_of_another_model_have_nothing_to_do_with_the_trained_one(make: Make, tmp_path: Path) -> None:
+    weights = plain_file(make, tmp_path / "plain.ckpt")
+    trainer, strategy = make(max_epochs=2)
+    trainer.fit(Module(), loader())
+    trained = strategy.engine.full_state_dict()
+    other = Module()
+
+    trainer.test(other, loader(), ckpt_path=str(tmp_path / "plain.ckpt"), verbose=False)
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+
+    assert same(strategy.engine.full_state_dict(), trained) and not same(trained, weights)
+    assert same(dict(other.state_dict()), weights)
+    assert same(torch.load(tmp_path / "other.ckpt")["state_dict"], weights)
