@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.integration.support.daemon import Daemon
+from trainer_client.errors import ConfigError
 
 pytest.importorskip("lightning", reason="lightning is not installed: `make peers` installs it")
 
@@ -134,3 +135,26 @@ def test_files_of_another_model_have_nothing_to_do_with_the_trained_one(make: Ma
     assert same(strategy.engine.full_state_dict(), trained) and not same(trained, weights)
     assert same(dict(other.state_dict()), weights)
     assert same(torch.load(tmp_path / "other.ckpt")["state_dict"], weights)
+
+
+def test_a_file_of_lightning_has_the_rate_from_which_its_schedule_goes_on(make: Make, tmp_path: Path) -> None:
+    plain_file(make, tmp_path / "plain.ckpt")
+    expected, found = Module(), Module()
+
+    for module in (expected, found):
+        trainer, _ = make(plain=module is expected, max_epochs=2)
+        trainer.fit(module, loader(), ckpt_path=str(tmp_path / "plain.ckpt"))
+
+    assert found.rates == expected.rates == [0.1 / 2**step for step in range(BATCHES, 2 * BATCHES)]
+    assert found.losses == expected.losses
+
+
+def test_a_file_with_other_parameter_groups_is_refused(make: Make, tmp_path: Path) -> None:
+    plain_file(make, tmp_path / "plain.ckpt")
+    module = Module()
+    groups = [{"params": [parameter]} for parameter in module.parameters()]
+    module.configure_optimizers = lambda: torch.optim.SGD(groups, lr=0.1)  # type: ignore[method-assign]
+    trainer, _ = make(max_epochs=2)
+
+    with pytest.raises(ConfigError, match="has 2 parameter groups, that in the file of ckpt_path 1"):
+        trainer.fit(module, loader(), ckpt_path=str(tmp_path / "plain.ckpt"))

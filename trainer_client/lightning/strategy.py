@@ -39,6 +39,8 @@ from trainer_client.lightning.precision import EnginePrecision
 _TAG = "checkpoint"
 # These entries of a checkpoint of Lightning are kept by the engine itself.
 _KEPT_BY_ENGINE = ("state_dict", "optimizer_states")
+# These entries of a parameter group say which parameters it has.
+_NO_SETTINGS = ("params", "param_names")
 
 
 class ParamserverStrategy(DDPStrategy):
@@ -256,11 +258,6 @@ class ParamserverStrategy(DDPStrategy):
         """True, because the engine loads a checkpoint, and `setup` makes the engine."""
         return True
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False, because the engine loads the optimizer's states."""
-        return False
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing of a model that the engine has, because the store keeps it; else the plain state dict."""
         return {} if self._engine_in_use is not None else super().lightning_module_state_dict()
@@ -289,16 +286,19 @@ class ParamserverStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory that `save_checkpoint` has written, or read a file of Lightning. All ranks must call this.
 
-        Of a file, the weights are loaded later by `load_model_state_dict`, and the optimizer's states are not.
+        Of a file, Lightning loads counts and schedules later, `load_model_state_dict` the weights, and
+        `load_optimizer_state_dict` the hyper-parameters. The optimizer's states are not loaded.
 
         Raises:
             ConfigError: there is a directory, and no engine to load it.
             CheckpointError: the directory holds no checkpoint, or no store keeps its step any more.
         """
         path = self.broadcast(checkpoint_path)
+        # Lightning wants the entry, which a manifest does not have, because the engine loads what would be in it.
+        states: dict[str, Any] = {"optimizer_states": []}
         if not Path(path).is_dir():
-            read: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return read
+            states.update(super().load_checkpoint(path, weights_only))
+            return states
         assert self.lightning_module is not None
         if (engine := self._engine_in_use) is None:
             raise ConfigError(
@@ -314,7 +314,7 @@ class ParamserverStrategy(DDPStrategy):
             load_module_only=not is_fit,
         )
         assert state is not None, "a checkpoint with a tag has a state"
-        return state
+        return states | state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a file of Lightning into the model of the Trainer's call. All ranks must call this.
@@ -327,6 +327,26 @@ class ParamserverStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
         else:
             engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the parameter groups their hyper-parameters in a file of Lightning. All ranks must call this.
+
+        Schedules that multiply the present learning rate go on from it. The optimizer's states begin at zero. Flags,
+        such as `nesterov`, are those of the script.
+
+        Raises:
+            ConfigError: the optimizer in the file has another number of groups.
+        """
+        # A file that was saved of another module after a fit has an empty state.
+        for optimizer, state in zip(self.optimizers, filter(None, checkpoint["optimizer_states"]), strict=False):
+            groups, stored = optimizer.param_groups, state["param_groups"]
+            if len(groups) != len(stored):
+                raise ConfigError(
+                    f"the optimizer has {len(groups)} parameter groups, that in the file of ckpt_path {len(stored)}: "
+                    "make the same groups, or load the weights alone, with module.load_state_dict() before fit()"
+                )
+            for group, settings in zip(groups, stored, strict=True):
+                group.update({key: settings[key] for key in _hyper_parameters(group) & _hyper_parameters(settings)})
 
     # The end
 
@@ -357,6 +377,11 @@ class ParamserverStrategy(DDPStrategy):
         atexit.unregister(self.close)
         if self._engine is not None:
             self._engine.close()
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> set[str]:
+    """Return the names of a parameter group's hyper-parameters, without its flags."""
+    return {key for key, value in group.items() if key not in _NO_SETTINGS and not isinstance(value, bool | None)}
 
 
 @contextmanager
