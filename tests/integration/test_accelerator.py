@@ -150,6 +150,21 @@ def test_weights_are_saved_and_read_under_the_names_of_the_model(store: str, tmp
     accelerator.end_training()
 
 
+def test_a_hook_of_a_saved_state_gets_the_weights(store: str, tmp_path: Path) -> None:
+    loop = Loop(make(store))
+    loop.run(1)
+    found: list[dict[str, torch.Tensor]] = []
+    loop.accelerator.register_save_state_pre_hook(lambda *_: found.append(loop.accelerator.get_state_dict(loop.model)))
+
+    loop.accelerator.save_state(str(tmp_path))
+
+    expected = loop.accelerator.get_state_dict(loop.model)
+    assert found[0].keys() == expected.keys() == build().state_dict().keys()
+    assert all(torch.equal(found[0][name], value) for name, value in expected.items())
+    assert not list(tmp_path.rglob("*.safetensors"))
+    loop.accelerator.end_training()
+
+
 class Recorder(GeneralTracker):  # type: ignore[misc]
     name = "recorder"
     requires_logging_directory = False

@@ -318,7 +318,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             state: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state
         if self._saves:
-            # The engine has its own checkpoint, which `_save_engine` writes.
+            # Accelerate collects weights to write, and the engine has its own checkpoint, which `_save_engine` writes.
             return {}
         weights = model.full_state_dict(rank0_only=True)
         return weights if unwrap else {f"module.{name}": value for name, value in weights.items()}
@@ -349,6 +349,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _save_engine(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Write the engine's checkpoint, and take its place among the weights that Accelerate writes away."""
+        # The weights are collected, so a hook of the script, which comes after this one, gets whole ones.
+        self._saves = False
         for index in reversed(range(len(models))):
             model = models[index]
             if isinstance(model, Engine):
