@@ -16,7 +16,7 @@ from typing import Any
 
 import accelerate
 from accelerate.state import AcceleratorState
-from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
+from accelerate.utils import AutocastKwargs, DeepSpeedPlugin, GradientAccumulationPlugin
 
 from trainer_client.config.automatic import AUTO
 from trainer_client.config.config_file import read_config_file
@@ -36,11 +36,13 @@ _OTHER_WAYS = ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallel
 _OTHER_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
+_ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 _STORE = "paramserver"
 _JOB_KEYS = {"job", "resume"}
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
+_PLUGIN = "gradient_accumulation_plugin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Options:
             given["cpu"] = True
         raw, precision, autocasts, converts = _with_precision(raw, str(precision), given)
         given["mixed_precision"] = precision
-        _take_accumulation(raw, given)
+        _take_accumulation(raw, given, environ)
         return cls(arguments=given, config=raw, autocasts=autocasts, converts_outputs=converts)
 
     @property
@@ -215,16 +217,26 @@ def _with_precision(
     return {**raw, "torch_autocast": section}, precision, True, True
 
 
-def _take_accumulation(raw: dict[str, Any], given: dict[str, Any]) -> None:
+def _take_accumulation(raw: dict[str, Any], given: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Give Accelerate the number of micro-batches in a step, if the config has it, because Accelerate counts them."""
     steps = _number(raw.pop(_ACCUMULATION, None))
-    plugin = given.get("gradient_accumulation_plugin")
-    asked = given.get(_ACCUMULATION, 1) if plugin is None else plugin.num_steps
-    if steps in (None, 1, asked):
+    if steps in (None, 1):
         return
-    if asked != 1 or plugin is not None:
-        raise ConfigError(f"{_ACCUMULATION} is {steps} in the config and {asked} in Accelerator(): write one of them")
-    given[_ACCUMULATION] = steps
+    asked: dict[str, int | None]
+    agreeing: tuple[int | None, ...]
+    if (plugin := given.get(_PLUGIN)) is not None:
+        # Accelerate takes the number of the plug-in, whatever the others are.
+        asked, agreeing = {"GradientAccumulationPlugin()": plugin.num_steps}, (steps,)
+    else:
+        in_environment = _number(environ.get(_ACCUMULATION_VARIABLE))
+        asked = {"Accelerator()": given.pop(_ACCUMULATION, None), f"${_ACCUMULATION_VARIABLE}": in_environment}
+        # The number 1 may be the default of Accelerate or of its launcher.
+        agreeing = (steps, 1, None)
+        # The number is given as a plug-in, because Accelerate takes the variable before the argument.
+        given[_PLUGIN] = GradientAccumulationPlugin(num_steps=steps)
+    for place, number in asked.items():
+        if number not in agreeing:
+            raise ConfigError(f"{_ACCUMULATION} is {steps} in the config and {number} in {place}: write one of them")
 
 
 def _is_enabled(raw: Mapping[str, Any], name: str) -> bool:

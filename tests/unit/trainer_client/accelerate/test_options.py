@@ -92,6 +92,15 @@ def test_the_environment_of_the_launcher_counts_where_the_script_says_nothing() 
     assert options(environ=environ, mixed_precision="no").arguments["mixed_precision"] == "no"
 
 
+def test_the_variable_of_the_launcher_does_not_replace_the_accumulation_of_the_config() -> None:
+    config = {"gradient_accumulation_steps": 4}
+
+    for environ in ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps} for steps in ("1", "auto")):
+        made = options(config, environ, gradient_accumulation_steps=4)
+        assert "gradient_accumulation_steps" not in made.arguments
+        assert made.arguments["gradient_accumulation_plugin"].num_steps == 4
+
+
 def test_autocast_that_its_handler_switches_off_stays_off() -> None:
     made = options(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
 
@@ -104,7 +113,7 @@ def test_the_plug_in_is_a_config_and_accelerate_does_not_see_it() -> None:
     made = options(deepspeed_plugin=plugin, mixed_precision="bf16")
 
     assert "deepspeed_plugin" not in made.arguments
-    assert made.arguments["gradient_accumulation_steps"] == 4
+    assert made.arguments["gradient_accumulation_plugin"].num_steps == 4
     config = resolved(made, accumulation=4, batch_size=2)
     assert config["zero_optimization"]["stage"] == 3
     assert config["bf16"] == {"enabled": True}
@@ -131,6 +140,13 @@ def test_the_plug_in_of_the_launcher_is_read_from_the_environment(monkeypatch: p
         ({"config": {}, "deepspeed_plugin": DeepSpeedPlugin()}, "pass one"),
         ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "2 plug-ins"),
         ({"config": {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps": 2}, "4 in the config and 2"),
+        (
+            {
+                "config": {"gradient_accumulation_steps": 4},
+                "environ": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+            },
+            r"4 in the config and 2 in \$ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        ),
         (
             {
                 "config": {"gradient_accumulation_steps": 4},
