@@ -127,11 +127,13 @@ def test_a_script_that_is_started_again_begins_anew_unless_its_job_has_a_name(st
     for section in ({}, {}, {"job": "named"}, {"job": "named"}):
         loop = Loop(make(store, {"paramserver": section}))
         torch.manual_seed(3)
-        steps.append((loop.accelerator.engine.global_steps, loop.run(1)))
+        assert loop.optimizer.param_groups[0]["lr"] == 1e-2
+        steps.append((loop.accelerator.engine.global_steps, loop.run(3)))
+        assert loop.optimizer.param_groups[0]["lr"] == loop.schedule.get_last_lr()[0] == 5e-3
         loop.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
     assert steps[0] == steps[1] == steps[2]
-    assert steps[3][0] == 1
+    assert steps[3][0] == 3
 
 
 def test_weights_are_saved_and_read_under_the_names_of_the_model(store: str, tmp_path: Path) -> None:

@@ -158,3 +158,15 @@ def test_a_file_with_other_parameter_groups_is_refused(make: Make, tmp_path: Pat
 
     with pytest.raises(ConfigError, match="has 2 parameter groups, that in the file of ckpt_path 1"):
         trainer.fit(module, loader(), ckpt_path=str(tmp_path / "plain.ckpt"))
+
+
+def test_a_named_job_goes_on_with_its_weights_and_a_new_schedule_at_its_first_rate(make: Make) -> None:
+    modules = [Module(), Module()]
+    for module in modules:
+        trainer, strategy = make(section={"job": "named"})
+        trainer.fit(module, loader())
+        strategy.close()
+
+    first, again = modules
+    assert strategy.engine.resumed_step == BATCHES and again.losses[0] != first.losses[0]
+    assert again.rates == first.rates == [0.1 / 2**step for step in range(BATCHES)]

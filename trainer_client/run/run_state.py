@@ -18,7 +18,7 @@ from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
-from trainer_client.run.schedule_state import restore_schedule
+from trainer_client.run.schedule_state import rates_of, restore_schedule
 from trainer_client.run.stored_state import sort_counts
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
@@ -146,7 +146,7 @@ class RunState:
         self._clock.go_on_from(max(self._clock.now, counters["clock"]))
         if optimizer:
             self._scaler.load_state_dict(state["scaler"])
-        rates_before = [float(group["lr"]) for group in self._optimizer.param_groups]
+        rates_before = rates_of(self._optimizer.param_groups)
         # The entry is None if the commit was made with another optimizer.
         are_settings_stored = optimizer and state["optimizer"] is not None
         if are_settings_stored:

@@ -6,6 +6,7 @@ the rules for these cases. It must never change a setting of a parameter group t
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Lamb
 
 from trainer_client.errors import ConfigError
 from trainer_client.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 # Classes of torch whose rates follow from the count of steps alone, besides those with a method for this.
 _OF_COUNT = (CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, OneCycleLR)
@@ -63,6 +66,27 @@ def restore_schedule(
         scheduler.load_state_dict(dict(stored))
     else:
         _follow(scheduler, stored, groups)
+
+
+def rates_of(groups: ParameterGroups) -> list[float]:
+    """Return the present learning rates of parameter groups."""
+    return [float(group["lr"]) for group in groups]
+
+
+def begin_anew(groups: ParameterGroups, rates: Sequence[float], *, is_loud: bool) -> None:
+    """Give the groups of a resumed job the rates of this run again, for schedules that the engine does not have.
+
+    Such schedules begin anew when a script is started again. Many of them multiply the rate that is there, which the
+    job has decayed already.
+
+    Args:
+        rates: the rates with which this run has made the groups.
+        is_loud: whether this rank logs rates that differ.
+    """
+    stored = rates_of(groups)
+    _set_rates(groups, rates)
+    if is_loud and rates_of(groups) != stored:
+        log.warning("the learning rates are those of the script: %s (stored: %s)", rates_of(groups), stored)
 
 
 def _set_rates(groups: ParameterGroups, rates: Sequence[float]) -> None:
