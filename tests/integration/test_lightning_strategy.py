@@ -19,6 +19,7 @@ from trainer_client.errors import ConfigError
 pytest.importorskip("lightning", reason="lightning is not installed: `make peers` installs it")
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from trainer_client.lightning.strategy import ParamserverStrategy
 
@@ -170,3 +171,11 @@ def test_a_named_job_goes_on_with_its_weights_and_a_new_schedule_at_its_first_ra
     first, again = modules
     assert strategy.engine.resumed_step == BATCHES and again.losses[0] != first.losses[0]
     assert again.rates == first.rates == [0.1 / 2**step for step in range(BATCHES)]
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)])
+def test_a_callback_that_averages_weights_is_refused(make: Make, callback: Any) -> None:
+    trainer, _ = make(callbacks=[callback])
+
+    with pytest.raises(ConfigError, match=f"{type(callback).__name__} is not honoured"):
+        trainer.fit(Module(), loader())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -162,6 +163,13 @@ class ParamserverStrategy(DDPStrategy):
                 f"the plug-in {type(self.checkpoint_io).__name__} is not honoured by ParamserverStrategy: the store "
                 "keeps the steps of checkpoints; leave it out"
             )
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} is not honoured by ParamserverStrategy, because it "
+                    "changes weights and checkpoints that the store has: leave it out, and average "
+                    "strategy.engine.full_state_dict() in a callback of your own"
+                )
         ours = configured_device_kind(self._config)
         if self.root_device.type != ours:
             raise ConfigError(
