@@ -605,8 +605,7 @@ class Engine(EngineStates):
         try:
             self.reload_states()
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
-                self._commits.commit_last_step()
-                self._commits.wait()
+                self.commit_last_step()
                 self._meet()
         finally:
             self.close_without_commit()

@@ -39,6 +39,15 @@ class EngineStates(EngineCore):
         """Wait until the newest commit is as durable as the job's durability class says. It can raise StoreError."""
         self._commits.wait()
 
+    def commit_last_step(self) -> None:
+        """Commit the last step if no commit has it yet, and wait for the commit. All ranks must call this.
+
+        This is for `paramserver.durability` "snapshot:N", where the steps after the last N-th one are otherwise
+        committed by `close`. It can raise StoreError.
+        """
+        self._commits.commit_last_step()
+        self._commits.wait()
+
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are.
 

@@ -179,3 +179,24 @@ def test_a_callback_that_averages_weights_is_refused(make: Make, callback: Any) 
 
     with pytest.raises(ConfigError, match=f"{type(callback).__name__} is not honoured"):
         trainer.fit(Module(), loader())
+
+
+def test_an_error_after_a_fit_takes_neither_the_engine_nor_its_last_step(make: Make) -> None:
+    # With this durability only the third step is committed within the fit.
+    section = {"job": "failing", "durability": "snapshot:3"}
+    trainer, strategy = make(section=section)
+    module = Module()
+    trainer.fit(module, loader())
+    module.test_step = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.test(module, loader(), verbose=False)
+    with pytest.raises(ConfigError, match="has fitted a model before"):
+        trainer.fit(Module(), loader())
+
+    expected = strategy.engine.full_state_dict()
+    strategy.engine.close_without_commit()
+    again, strategy = make(section=section, max_epochs=0)
+    again.fit(Module(), loader())
+    assert strategy.engine.resumed_step == BATCHES
+    assert same(strategy.engine.full_state_dict(), expected)

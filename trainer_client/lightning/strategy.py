@@ -79,6 +79,8 @@ class ParamserverStrategy(DDPStrategy):
         self._engine: Engine | None = None
         # Whether the model is the plain one, as a strategy of Lightning sets it up.
         self._is_plain = False
+        # Whether the engine is within a fit, and whether the present call of the Trainer has failed.
+        self._is_fitting = False
         self._has_failed = False
         super().__init__(
             accelerator=accelerator,
@@ -134,6 +136,7 @@ class ParamserverStrategy(DDPStrategy):
             assert self.accelerator is not None
             self.accelerator.setup(trainer)
             self._check(trainer)
+            self._is_fitting = True
             self.setup_optimizers(trainer)
         elif self._engine is not None and self._engine.module is self.lightning_module:
             self.model = self._engine
@@ -363,19 +366,25 @@ class ParamserverStrategy(DDPStrategy):
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the job at its last committed step, without waiting for the other ranks."""
+        """Leave the job of a fit at its last committed step, without waiting for the other ranks.
+
+        After a fit all steps are committed, and the engine of one rank stays in spite of an error. One of several ranks
+        closes it, because the others wait for this rank.
+        """
         self._has_failed = True
-        if self._engine is not None:
+        atexit.unregister(self.close)
+        if self._engine is not None and (self._is_fitting or self._engine.world_size > 1):
             self._engine.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Wait for the commit of the last step. The engine stays, for `validate`, `test` and `predict`."""
+        """Commit the last step. The engine stays, for `validate`, `test` and `predict`. All ranks must call this."""
+        has_failed, self._has_failed, self._is_fitting = self._has_failed, False, False
         if self._is_plain:
             self._is_plain = False
             super().teardown()
             return
-        if self._engine is not None and not self._has_failed:
-            self._engine.wait_for_commit()
+        if self._engine is not None and not self._engine.is_closed and not has_failed:
+            self._engine.commit_last_step()
             atexit.unregister(self.close)
             atexit.register(self.close)
         assert self.accelerator is not None
