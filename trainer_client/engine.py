@@ -192,7 +192,7 @@ class Engine(EngineStates):
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
-        if self._micro_batches.backwards == 0:
+        if not self.has_gradient:
             raise PhaseError("step() without backward(): there is no gradient")
         boundary = self._micro_batches.is_last
         if boundary and not self._micro_batches.syncs:
@@ -305,10 +305,15 @@ class Engine(EngineStates):
         _require_limit("clip_grad_value_", clip_value)
         self._step.clip_by_value(clip_value)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there was a backward pass since the last step whose gradients `zero_grad` has not dropped."""
+        return self._micro_batches.backwards > 0
+
     def _require_gradient(self, what: str) -> None:
         """Raise RuntimeError unless a whole step's gradient is there, because `what` needs it."""
         self._require_open()
-        if self._micro_batches.backwards == 0:
+        if not self.has_gradient:
             raise RuntimeError(f"{what} without backward(): there is no gradient")
         if not (self._micro_batches.is_last and self._micro_batches.syncs):
             raise RuntimeError(f"{what} before the last micro-batch of a step: call it just before step()")

@@ -81,20 +81,25 @@ def make(store: str, tmp_path: Path) -> Iterator[Make]:
 
 
 class Module(LightningModule):
-    """One layer, and a schedule that halves the learning rate at each step. It notes losses and rates."""
+    """One layer, and a schedule that halves the learning rate at each step. It notes losses and rates.
 
-    def __init__(self) -> None:
+    Args:
+        left_out: the batches for which it returns no loss.
+    """
+
+    def __init__(self, left_out: tuple[int, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.left_out = left_out
         self.layer = nn.Linear(WIDTH, 1)
         self.losses: list[float] = []
         self.rates: list[float] = []
 
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
         loss: torch.Tensor = self.layer(batch).square().mean()
         self.losses.append(loss.item())
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        return loss
+        return None if index in self.left_out else loss
 
     def test_step(self, batch: torch.Tensor, _: int) -> None:
         self.layer(batch)
@@ -200,3 +205,13 @@ def test_an_error_after_a_fit_takes_neither_the_engine_nor_its_last_step(make: M
     again.fit(Module(), loader())
     assert strategy.engine.resumed_step == BATCHES
     assert same(strategy.engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("left_out", [(0,), (1,), (2, 3)])
+def test_a_batch_without_a_loss_has_no_part_in_its_step(make: Make, left_out: tuple[int, ...]) -> None:
+    expected, found = Module(left_out), Module(left_out)
+    for module in (expected, found):
+        trainer, _ = make(plain=module is expected, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        trainer.fit(module, loader())
+
+    assert found.losses == expected.losses

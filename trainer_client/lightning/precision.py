@@ -41,10 +41,14 @@ class EnginePrecision(Precision):
             self._engine.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then make the step, unless `training_step` has returned None. All ranks must call this."""
+        """Run the closure, then make the step of its micro-batches. All ranks must call this.
+
+        A micro-batch for which `training_step` has returned None, on all ranks, has no gradient. Where none has one,
+        there is no step.
+        """
         result = closure()
         self._after_closure(model, optimizer)
-        if result is not None:
+        if result is not None or self._engine.has_gradient:
             optimizer.step(**kwargs)
         return result
 
@@ -54,8 +58,8 @@ class EnginePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the gradient of the step under way. All ranks must call this."""
-        if clip_val <= 0:
+        """Clip the gradient of the step under way, if there is one. All ranks must call this."""
+        if clip_val <= 0 or not self._engine.has_gradient:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self._engine.clip_grad_value_(float(clip_val))
