@@ -33,6 +33,7 @@ from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
+from trainer_client.lightning.devices import follow
 from trainer_client.lightning.options import ConfigSource, check_precision, read_config, training_config
 from trainer_client.lightning.precision import EnginePrecision
 from trainer_client.run.schedule_state import begin_anew, rates_of
@@ -138,6 +139,7 @@ class ParamserverStrategy(DDPStrategy):
             self._check(trainer)
             self._is_fitting = True
             self.setup_optimizers(trainer)
+            follow(self.lightning_module, self.root_device)
         elif self._engine is not None and self._engine.module is self.lightning_module:
             self.model = self._engine
         else:
