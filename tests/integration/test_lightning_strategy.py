@@ -215,3 +215,25 @@ def test_a_batch_without_a_loss_has_no_part_in_its_step(make: Make, left_out: tu
         trainer.fit(module, loader())
 
     assert found.losses == expected.losses
+
+
+class WithHyperParameters(Module):
+    def __init__(self, width: int, where: Path) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_checkpoint_is_without_hyper_parameters_that_torch_would_refuse(make: Make, tmp_path: Path) -> None:
+    """A `Path` is such a value, and no other is."""
+    trainer, strategy = make()
+    trainer.fit(WithHyperParameters(WIDTH, tmp_path), loader())
+
+    with pytest.warns(UserWarning, match=r"is without hyper_parameters\.where, because"):
+        trainer.save_checkpoint(tmp_path / "saved")
+
+    _, state = strategy.engine.load_checkpoint(tmp_path / "saved", "checkpoint")
+    assert state["hyper_parameters"] == {"width": WIDTH} and state["loops"]
+    again, _ = make(max_epochs=2)
+    module = WithHyperParameters(WIDTH, tmp_path)
+    again.fit(module, loader(), ckpt_path=str(tmp_path / "saved"))
+    assert len(module.losses) == BATCHES

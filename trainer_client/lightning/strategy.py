@@ -34,14 +34,13 @@ from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
 from trainer_client.lightning.devices import follow
+from trainer_client.lightning.manifest import manifest_entries
 from trainer_client.lightning.options import ConfigSource, check_precision, read_config, training_config
 from trainer_client.lightning.precision import EnginePrecision
 from trainer_client.run.schedule_state import begin_anew, rates_of
 
 # The name that Lightning gives to a checkpoint within its directory with DeepSpeed.
 _TAG = "checkpoint"
-# These entries of a checkpoint of Lightning are kept by the engine itself.
-_KEPT_BY_ENGINE = ("state_dict", "optimizer_states")
 # These entries of a parameter group say which parameters it has.
 _NO_SETTINGS = ("params", "param_names")
 
@@ -297,8 +296,8 @@ class ParamserverStrategy(DDPStrategy):
         if (engine := self._engine_in_use) is None:
             super().save_checkpoint(checkpoint, filepath)
             return
-        state = {key: value for key, value in checkpoint.items() if key not in _KEPT_BY_ENGINE}
-        engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=state, save_latest=False)
+        entries = manifest_entries(checkpoint)
+        engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=entries, save_latest=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory that `save_checkpoint` has written, or read a file of Lightning. All ranks must call this.
