@@ -25,7 +25,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.boundaries import OffloadRule, RehearsedBoundaries
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
-from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
 
 # The number of steps after which the holes of the heap no longer change.
 _STEPS_OF_A_HEAP = 3
@@ -272,7 +272,7 @@ def rehearse(
     Args:
         builder: builds the model.
         batch: returns the arguments of the model's forward.
-        dtype: the dtype of the parameters; None: their own.
+        dtype: the dtype of the parameters and of floating-point arguments; None: their own.
         offload: decides which boundaries of activation checkpoints leave the device; None: all stay.
         autocast_dtype: the dtype of `torch.autocast` around the forward; None: there is none.
 
@@ -285,7 +285,9 @@ def rehearse(
         if dtype is not None:
             _convert(model, dtype)
         model.train()
-        inputs = batch(model)
+        inputs = dict(batch(model))
+        if dtype is not None:
+            inputs = cast_floating_inputs(inputs, dtype)
         live = _Live()
         for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
             live.know(tensor)

@@ -315,6 +315,14 @@ def test_gradients_on_their_way_to_the_store_take_memory_of_a_gpu(tmp_path: Path
     assert line(planned(4, gradients="device"), "gradients between micro-batches") == weights
 
 
+def test_floating_point_inputs_are_in_the_dtype_of_the_parameters_as_in_a_run(tmp_path: Path) -> None:
+    def activations(**keys: Any) -> int:
+        found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
+        return line(found, "activations and gradients")
+
+    assert activations(bf16={"enabled": True}) == pytest.approx(activations() / 2, rel=0.01)
+
+
 def test_autocast_makes_activations_smaller(tmp_path: Path) -> None:
     def activations(**keys: Any) -> int:
         found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
