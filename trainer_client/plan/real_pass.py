@@ -19,6 +19,7 @@ from torch import nn
 from trainer_client.plan.model import build, find_builder
 from trainer_client.plan.model_inputs import make_batch
 from trainer_client.plan.rehearsal import Rehearsal, autocast, loss_of
+from trainer_client.step.precision import cast_floating_inputs
 
 # A pass is real if it takes at most this part of the host memory of a rank, and at most so many floating-point
 # operations: seconds on two processors, on which four passes still take less than a minute.
@@ -75,8 +76,10 @@ def time_passes(
 ) -> float:
     """Return the median seconds of a forward and backward of a model with memory."""
     if dtype is not None:
-        model.to(dtype)
-        batch = {name: one.to(dtype) if one.is_floating_point() else one for name, one in batch.items()}
+        # The engine gives no buffer another dtype, and Module.to would also convert complex ones.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        batch = cast_floating_inputs(dict(batch), dtype)
     model.train()
     # The engine takes each gradient as soon as it is there.
     for parameter in model.parameters():

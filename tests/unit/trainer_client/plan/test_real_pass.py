@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_client.errors import ConfigError
 from trainer_client.plan.model_inputs import make_batch
-from trainer_client.plan.real_pass import RealPass, can_be_real, pass_seconds
+from trainer_client.plan.real_pass import RealPass, can_be_real, pass_seconds, time_passes
 from trainer_client.plan.rehearsal import Rehearsal, rehearse
 
 SAMPLES, TOKENS, WIDTH = 2, 8, 32
@@ -37,6 +37,25 @@ def test_a_pass_takes_time_and_keeps_no_gradient(dtype: torch.dtype | None) -> N
     source = f"{Path(__file__).stem}:Words" if __name__ == Path(__file__).stem else f"{__name__}:Words"
 
     assert pass_seconds(RealPass(source=source, inputs=None, samples=SAMPLES, tokens=TOKENS, dtype=dtype)) > 0
+
+
+class Turned(nn.Module):
+    """A linear layer behind a rotation by a complex buffer, for floating-point inputs."""
+
+    turn: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH / 2)))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(hidden.float().unflatten(-1, (-1, 2))) * self.turn
+        return self.layer(torch.view_as_real(pairs).flatten(-2).to(hidden.dtype)).square().mean()
+
+
+def test_a_pass_in_another_dtype_leaves_complex_buffers_as_they_are() -> None:
+    assert time_passes(Turned(), {"hidden": torch.ones(SAMPLES, WIDTH)}, torch.bfloat16) > 0
 
 
 def test_what_is_too_large_is_not_run() -> None:
