@@ -31,11 +31,26 @@ def find_builder(source: str) -> Callable[[], nn.Module]:
     path = Path(source)
     if path.is_dir() or path.suffix == ".json":
         return _from_hugging_face(path)
-    module, separator, name = source.partition(":")
-    if not separator:
+    if ":" not in source:
         raise ConfigError(
             f"{source!r} is no model: give a config.json, a directory with one, or MODULE:CALLABLE, as in train:build"
         )
+    found = import_named(source)
+    if not callable(found):
+        raise ConfigError(f"{source} is a {type(found).__name__}: name a function or class that returns the model")
+    return lambda: _checked(found(), source)
+
+
+def import_named(source: str) -> Any:
+    """Return the object that MODULE:NAME names; the module may lie in the working directory.
+
+    Raises:
+        ConfigError: there is no such object, or the module's own code fails.
+    """
+    module, _, name = source.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{source!r} names no object of a module: write MODULE:CALLABLE, as in train:build")
+    # The console script does not look for modules in the working directory.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -44,9 +59,12 @@ def find_builder(source: str) -> Callable[[], nn.Module]:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{source} is a {type(found).__name__}: name a function or class that returns the model")
-    return lambda: _checked(found(), source)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{source}: the import of {module!r} raises {type(error).__name__}: {error}; name a module that only "
+            "defines things when it is imported"
+        ) from error
+    return found
 
 
 def build(builder: Callable[[], nn.Module], mode: AbstractContextManager[Any] | None = None) -> nn.Module:

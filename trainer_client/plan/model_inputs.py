@@ -5,7 +5,6 @@ This module must never run the model.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer_client.errors import ConfigError
+from trainer_client.plan.model import import_named
 
 Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
 
@@ -27,11 +27,10 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
         ConfigError: there is no such function, or the model takes other arguments than input_ids and labels.
     """
     if inputs is not None:
-        module, _, name = inputs.partition(":")
         try:
-            found: Batch = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--inputs {inputs}: {error}; write MODULE:CALLABLE") from error
+            found: Batch = import_named(inputs)
+        except ConfigError as error:
+            raise ConfigError(f"--inputs {error}") from error
         if not callable(found):
             raise ConfigError(f"--inputs {inputs} is a {type(found).__name__}: name a function of (samples, tokens)")
         return lambda samples, tokens: _made(found, inputs, samples, tokens)

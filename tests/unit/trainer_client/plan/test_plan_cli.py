@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +545,46 @@ def test_what_is_no_model_is_named(model: str, message: str) -> None:
 
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_the_inputs_may_be_made_by_a_module_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The console script's own path does not have the working directory.
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inputs_of_this_test.py").write_text(
+        "import torch\n\n\ndef words(samples, tokens):\n"
+        "    ids = torch.zeros(samples, tokens, dtype=torch.int64)\n    return {'input_ids': ids, 'labels': ids}\n"
+    )
+
+    result = plan(tmp_path, f"{MACHINE} {LINKS} --tokens 16 --no-search --inputs inputs_of_this_test:words")
+
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "message"),
+    [
+        ("raise ValueError('no data here')", "failing_model:build", "raises ValueError: no data here"),
+        ("raise SystemExit(2)", "failing_model:build", "raises SystemExit: 2"),
+        ("", ":build", "':build' names no object of a module"),
+        ("", "failing_model:", "'failing_model:' names no object of a module"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, source: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_model", raising=False)
+    (tmp_path / "failing_model.py").write_text(code)
+
+    for arguments in ([source], [str(tmp_path), "--inputs", source]):
+        (tmp_path / "config.json").write_text(json.dumps(MODEL))
+        result = CliRunner().invoke(app, [*arguments, *f"{MACHINE} {LINKS}".split()], obj=(find_need, find_hits))
+
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
 
 
 def test_a_config_that_training_would_refuse_is_refused(tmp_path: Path) -> None:
