@@ -109,7 +109,9 @@ def plan_job(
         typer.Option(help="Each way while it does both. [as if a device divided its time, if both are given]"),
     ] = None,
     device_link: Annotated[str | None, typer.Option(help=f"Between host memory and a device, {_RATE}.")] = None,
-    collective: Annotated[str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}.")] = None,
+    collective: Annotated[
+        str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}; several nodes need it.")
+    ] = None,
     flops: Annotated[
         float | None, typer.Option(help="Floating-point operations per second of a rank. [the operations are timed]")
     ] = None,
@@ -315,6 +317,11 @@ def _with_rates(
             missing = [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
             why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
             raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
+        if job.world.nodes > 1 and "collective" not in given:
+            raise ConfigError(
+                f"--nnodes {job.world.nodes}: this machine cannot measure the network between nodes: give "
+                "--collective, too"
+            )
         threads = _threads(ranks)
         operations = {} if flops is not None else rehearsal.operations
         measured, seconds = probe(

@@ -510,6 +510,10 @@ def test_what_does_not_fit_is_named_with_a_change_that_helps(tmp_path: Path) -> 
         ("--no-probe --device cpu", "measures nothing: give --nvme-read, --nvme-write, --flops, too"),
         ("--device tpu", "write cpu or cuda"),
         (f"{MACHINE} {LINKS} --nproc-per-node 2", "give --collective, too"),
+        (
+            f"{MACHINE.replace('--no-probe --device cuda', '--device cpu')} --flops 1e13 --nnodes 2",
+            "--nnodes 2: this machine cannot measure the network between nodes: give --collective, too",
+        ),
         (f"{MACHINE} {LINKS} --inputs nowhere:batch", "--inputs nowhere:batch"),
         (MACHINE.replace("8GiB", "much") + f" {LINKS}", "--hbm 'much' is not a size"),
         (MACHINE.replace("16GiB", "x") + f" {LINKS}", "--host-memory 'x' is not a size"),
