@@ -253,11 +253,14 @@ def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
         smaller["gradient_accumulation_steps"] = failing.batch.micro * failing.batch.accumulation
         smaller.pop("train_batch_size", None)
         yield "stage 3 with everything on nvme, and micro-batches of one sample", smaller, world
+    # The ranks of more nodes take as many samples each, so a step has more of them.
+    each = {key: value for key, value in raw.items() if key != "train_batch_size"}
+    each["train_micro_batch_size_per_gpu"] = failing.batch.micro
+    each["gradient_accumulation_steps"] = failing.batch.accumulation
     for factor in (2, 4, 8, 16):
         more = World(ranks=world.ranks, nodes=world.nodes * factor)
-        fewer = {key: value for key, value in raw.items() if key != "train_batch_size"}
-        yield f"{more.nodes} nodes, with this config", fewer, more
-        yield f"{more.nodes} nodes, stage 3 with everything on nvme", placed(fewer, 3, "nvme", "nvme"), more
+        yield f"{more.nodes} nodes, with this config", each, more
+        yield f"{more.nodes} nodes, stage 3 with everything on nvme", placed(each, 3, "nvme", "nvme"), more
 
 
 def _mebibytes(nbytes: int) -> int:

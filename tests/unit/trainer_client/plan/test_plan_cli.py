@@ -504,6 +504,21 @@ def test_what_does_not_fit_is_named_with_a_change_that_helps(tmp_path: Path) -> 
     assert "No change that was tried makes it fit" in result.stdout
 
 
+def test_more_nodes_are_tried_with_the_samples_of_each_rank(tmp_path: Path) -> None:
+    config = wide(3, ("nvme", "nvme"), micro_batches=2)
+    config["train_batch_size"] = 6
+    del config["train_micro_batch_size_per_gpu"]
+
+    # On one node, two versions of weights and states take 576 MiB; on two nodes, three versions of a half 432 MiB.
+    found = planned_of(tmp_path, "Wide", "--nvme-capacity 500MiB", config)
+
+    assert not found["fits"]
+    assert found["change"]["what"] == "2 nodes, with this config"
+    changed = found["change"]["config"]
+    assert (changed["train_micro_batch_size_per_gpu"], changed["gradient_accumulation_steps"]) == (3, 2)
+    assert "train_batch_size" not in changed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
