@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paramserver.contract.durability import durable_every_steps, parse_durability
+from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.plan.overhead import probe_overhead, small_config
 
@@ -27,3 +29,10 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"--dir .*file/state cannot be probed"):
         probe_overhead(config, dtype=None, ranks=1, threads=1, directory=tmp_path / "file" / "state")
+
+
+@pytest.mark.parametrize("durability", ["step", "snapshot:3", "none", "replicated"])
+def test_a_small_job_has_a_config_that_training_accepts(durability: str) -> None:
+    config = small_config(stage=2, homes=("device", "host"), dtype=None, durability=durability)
+
+    assert load_config(config, {}).paramserver.durable_every == durable_every_steps(parse_durability(durability))
