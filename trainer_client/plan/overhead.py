@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.durability import REPLICATED
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
@@ -150,6 +151,8 @@ def measure_overhead(job: SmallJob) -> Overhead:
     """Measure in this process, at the same time as the other ranks do."""
     torch.set_num_threads(job.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # The small job starts a daemon of its own, and its config is refused beside the address of an operator's.
+    os.environ.pop(ADDRESS_VARIABLE, None)
     with _met(job):
         few, many = (_measure_steps(job, blocks) for blocks in (_FEW, _MANY))
     own, beside = (_per_unit(few[index], many[index]) for index in (0, 1))

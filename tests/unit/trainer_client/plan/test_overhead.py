@@ -13,7 +13,9 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.overhead import probe_overhead, small_config
 
 
-def test_a_small_job_shows_the_overhead_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_small_job_shows_the_overhead_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The address of an operator's daemon, which trainers and the admin tool get, is not for the small job.
+    monkeypatch.setenv("PARAMSERVER_ADDRESS", f"unix:{tmp_path}/of-an-operator.sock")
     config = small_config(stage=3, homes=("host", "nvme"), dtype=torch.bfloat16, durability="step")
 
     found = probe_overhead(config, dtype=torch.bfloat16, ranks=1, threads=1, directory=tmp_path / "state")
