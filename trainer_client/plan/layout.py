@@ -16,6 +16,7 @@ from paramserver.contract.store_need import FindNeed, StoreNeed
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import is_one_sided
 from trainer_client.model.leaves import mark_configured_leaves
@@ -115,6 +116,11 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
     """
     parameters = list_parameters(model)
     section = config.paramserver
+    if config.optimizer is None:
+        raise ConfigError(
+            "the config names no optimizer, so its states cannot be counted: if the script passes one, write its type "
+            'for the plan, as in {"optimizer": {"type": "AdamW"}}'
+        )
     optimizer = make_optimizer(None, config.optimizer, None, parameters, section.may_thaw)
     precision = PrecisionPolicy.of(config)
     policy = PlacementPolicy.of(config)

@@ -613,6 +613,13 @@ def test_a_config_that_training_would_refuse_is_refused(tmp_path: Path) -> None:
     assert "zero_optimization" in result.stderr
 
 
+def test_a_config_without_the_optimizer_that_a_script_passes_says_what_to_write(tmp_path: Path) -> None:
+    result = plan(tmp_path, f"{MACHINE} {LINKS}", {"train_micro_batch_size_per_gpu": 1})
+
+    assert result.exit_code == 2
+    assert 'for the plan, as in {"optimizer": {"type": "AdamW"}}' in result.stderr
+
+
 @pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
 def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
     """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
