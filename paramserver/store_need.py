@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 from paramserver.config import DaemonConfig
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
-from paramserver.contract.store_need import StoreNeed
+from paramserver.contract.store_need import RefusedJobError, StoreNeed
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.config import PREFETCH_BYTES
+from storage.errors import InvalidRequestError
 from storage.need import HostNeed, spilled_bytes, versions_needed
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, TierName
 from storage.slab import Group, Slab, Tally
@@ -36,13 +37,17 @@ def find_need(
             a forward, oldest first.
 
     Raises:
-        storage.errors.InvalidRequestError: the declaration is not one that a store accepts.
+        RefusedJobError: the declaration is not one that a store accepts.
     """
-    spec = convert.job_spec(request)
+    try:
+        spec = convert.job_spec(request)
+        described = convert.group_specs(spec, groups)
+    except InvalidRequestError as error:
+        raise RefusedJobError(str(error)) from error
     tally = Tally()
     updated: Counter[TierName | None] = Counter()
-    for described in convert.group_specs(spec, groups):
-        group = _group(spec, described, tally)
+    for each in described:
+        group = _group(spec, each, tally)
         tally.add(group)
         if group.gradient_bytes:
             for slab in group.slabs:

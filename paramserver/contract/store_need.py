@@ -69,9 +69,13 @@ class StoreNeed:
         return self.home_bytes + self.gradient_bytes + self.units_bytes + self.buffer_bytes + self.header_bytes
 
 
+class RefusedJobError(Exception):
+    """A store would refuse the job as it is declared. The text says why."""
+
+
 FindNeed: TypeAlias = Callable[[pb.OpenJobRequest, Sequence[pb.ShardGroup], int, Sequence[int]], StoreNeed]
 """A function of four arguments.
 
 They are the request that opens a job, the groups of all ranks that share the store, the host budget, and the sizes of
-the boundaries that one rank moves to the store in a forward, oldest first.
+the boundaries that one rank moves to the store in a forward, oldest first. It can raise RefusedJobError.
 """

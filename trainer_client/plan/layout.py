@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from paramserver.contract.store_need import FindNeed, StoreNeed
+from paramserver.contract.store_need import FindNeed, RefusedJobError, StoreNeed
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
@@ -104,8 +104,14 @@ class Layout:
             find_need: the store's rule.
             host_budget: the bytes of the host budget.
             boundaries: the bytes of the boundaries that a rank moves to the store in a forward; see Rehearsal.
+
+        Raises:
+            ConfigError: the store would refuse the job.
         """
-        return find_need(self.request, self.declared, host_budget, boundaries)
+        try:
+            return find_need(self.request, self.declared, host_budget, boundaries)
+        except RefusedJobError as error:
+            raise ConfigError(f"a store would refuse the job: {error}") from error
 
 
 def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:

@@ -620,6 +620,13 @@ def test_a_config_without_the_optimizer_that_a_script_passes_says_what_to_write(
     assert 'for the plan, as in {"optimizer": {"type": "AdamW"}}' in result.stderr
 
 
+def test_a_job_that_a_store_would_refuse_is_refused(tmp_path: Path) -> None:
+    result = plan(tmp_path, f"{MACHINE} {LINKS}", wide(3, ("nvme", "nvme"), job="two\nlines"))
+
+    assert result.exit_code == 2
+    assert "a store would refuse the job: job must be 1 to 1024 bytes of printable text" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
 def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
     """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
