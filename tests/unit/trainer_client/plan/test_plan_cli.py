@@ -316,6 +316,16 @@ def test_gradients_on_their_way_to_the_store_take_memory_of_a_gpu(tmp_path: Path
     assert line(planned(4, gradients="device"), "gradients between micro-batches") == weights
 
 
+def test_the_only_pass_of_a_step_reduces_each_unit_at_any_stage(tmp_path: Path) -> None:
+    def gradients(stage: int, micro_batches: int) -> int:
+        config = wide(stage, ("device", "host"), micro_batches)
+        found = planned_of(tmp_path, "Wide", "--nproc-per-node 2 --collective 10GB", config)
+        return line(found, "activations and gradients") + line(found, "gradients between micro-batches")
+
+    # With several passes, stage 1 keeps the whole gradients of all twelve units until the last one.
+    assert gradients(1, 1) == gradients(2, 1) < gradients(2, 4) < 12 * (8 << 20) < gradients(1, 4)
+
+
 def test_floating_point_inputs_are_in_the_dtype_of_the_parameters_as_in_a_run(tmp_path: Path) -> None:
     def activations(**keys: Any) -> int:
         found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
