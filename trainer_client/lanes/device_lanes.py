@@ -40,13 +40,13 @@ import torch
 
 from trainer_client.lanes.lanes import WHOLE, Act, Copy, CopyAhead, HostLanes, Lanes
 
-_SLOTS = 2
+SLOTS = 2
 
 # The store expects a rank to lease two units at a time: one that it copies, and the next one.
 _MOST_COPIES_IN = 1
 
 # The gradients of so many flat groups may wait on the device for their copy.
-_MOST_COPIES_OUT = 4
+MOST_COPIES_OUT = 4
 
 # The time that `close` waits for copies. All copies end, unless the device is lost or waits for a rank that has gone.
 _END_SECONDS = 10.0
@@ -252,7 +252,7 @@ class DeviceLanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in, self._comm, self._out, self._beside = (Lane(device) for _ in range(4))
-        self._slots = deque(Slot(device, self._in) for _ in range(_SLOTS))
+        self._slots = deque(Slot(device, self._in) for _ in range(SLOTS))
         # The slots of `copy_ahead` that no bytes have, and all of them.
         self._free_ahead: deque[Slot] = deque()
         self._all_ahead: list[Slot] = []
@@ -376,7 +376,7 @@ class DeviceLanes:
     def poll(self) -> None:
         while self._after_in and (len(self._after_in) > _MOST_COPIES_IN or self._after_in[0].event.query()):
             self._pay()
-        while self._copies_out and (len(self._copies_out) > _MOST_COPIES_OUT or self._copies_out[0].is_done):
+        while self._copies_out and (len(self._copies_out) > MOST_COPIES_OUT or self._copies_out[0].is_done):
             self._end_copy_out()
         while self._used_by_comm and self._used_by_comm[0][0].query():
             self._used_by_comm.popleft()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from paramserver.contract.store_need import FindNeed, StoreNeed
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.lanes.device_lanes import MOST_COPIES_OUT, SLOTS
 from trainer_client.model.placement import Residence
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
 from trainer_client.plan.layout import Layout, gathers_one_sided
@@ -172,6 +173,18 @@ def plan_memory(
             why=f"{MOST_LEAVING} that leave for the store, and the memory for one that is back before it is needed",
         ),
         Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
+        Line(
+            what="staging slots",
+            nbytes=0 if device == "cpu" else SLOTS * _largest_in_a_slot(layout, one_sided=one_sided),
+            is_exact=False,
+            why=f"at most {SLOTS} of the largest group that is copied from the store, or gathered",
+        ),
+        Line(
+            what="gradients on their way",
+            nbytes=0 if device == "cpu" or sums else _leaving_gradients(layout),
+            is_exact=False,
+            why=f"the {MOST_COPIES_OUT} largest groups' parts: at most so many leave for the store at a time",
+        ),
         _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
         Line(
             what="update on the device",
@@ -296,6 +309,28 @@ def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -
     if reruns:
         return at_once, "the root and twice the largest unit, of which one computes a boundary"
     return at_once, "the root and the largest unit"
+
+
+def _largest_in_a_slot(layout: Layout, *, one_sided: bool) -> int:
+    """Return the most bytes that pass through a staging slot of an accelerator at once; see lanes/device_lanes.py."""
+    alone = layout.world.size == 1
+    passing = [
+        planned.group.partition_bytes if one_sided else planned.group.whole_bytes
+        for planned in layout.groups
+        if planned.placement.residence is Residence.SHARDED
+        and not (alone and planned.placement.parameters is Home.DEVICE)
+    ]
+    return max(passing, default=0)
+
+
+def _leaving_gradients(layout: Layout) -> int:
+    """Return the bytes of the gradients that an accelerator still holds while they are copied to the store."""
+    leaving = sorted(
+        planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
+        for planned in layout.groups
+        if planned.group.trainable and planned.placement.gradients is not Home.DEVICE
+    )
+    return sum(leaving[-MOST_COPIES_OUT:])
 
 
 def _collective_buffers(layout: Layout, *, one_sided: bool) -> int:

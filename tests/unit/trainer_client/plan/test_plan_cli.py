@@ -326,6 +326,43 @@ def test_the_only_pass_of_a_step_reduces_each_unit_at_any_stage(tmp_path: Path) 
     assert gradients(1, 1) == gradients(2, 1) < gradients(2, 4) < 12 * (8 << 20) < gradients(1, 4)
 
 
+@pytest.mark.parametrize(
+    ("homes", "options", "slots"),
+    [
+        (("nvme", "nvme"), "", 2),
+        (("device", "host"), "", 0),
+        (("device", "host"), "--nproc-per-node 2 --collective 10GB", 2),
+        (("nvme", "nvme"), "--nproc-per-node 2 --collective 10GB --device cpu", 0),
+    ],
+)
+def test_units_pass_through_two_slots_of_a_gpu(
+    tmp_path: Path, homes: tuple[str, str], options: str, slots: int
+) -> None:
+    assert line(planned_of(tmp_path, "Wide", options, wide(3, homes)), "staging slots") == slots * (8 << 20)
+    assert line(planned_of(tmp_path, "Wide", options, wide(2, ("device", "host"))), "staging slots") == 0
+
+
+def test_a_gather_from_the_store_fills_a_slot_with_one_part(tmp_path: Path) -> None:
+    found = planned_of(
+        tmp_path, "Wide", "--nproc-per-node 4 --collective 10GB", wide(3, ("nvme", "nvme"), gather="store")
+    )
+
+    assert line(found, "staging slots") == 2 * (2 << 20)
+
+
+def test_the_gradients_of_four_units_may_wait_on_a_gpu_for_their_copy(tmp_path: Path) -> None:
+    def waiting(homes: tuple[str, str], micro_batches: int = 1, options: str = "") -> int:
+        found = planned_of(tmp_path, "Wide", options, wide(2, homes, micro_batches))
+        return line(found, "gradients on their way")
+
+    unit = 8 << 20
+    assert waiting(("device", "host")) == 4 * unit
+    assert waiting(("device", "host"), options="--nproc-per-node 2 --collective 10GB") == 2 * unit
+    # Sums that stay until the last pass are counted whole, and those at home on the device do not leave.
+    assert waiting(("device", "host"), micro_batches=2) == waiting(("device", "device")) == 0
+    assert waiting(("device", "host"), options="--device cpu") == 0
+
+
 def test_floating_point_inputs_are_in_the_dtype_of_the_parameters_as_in_a_run(tmp_path: Path) -> None:
     def activations(**keys: Any) -> int:
         found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
