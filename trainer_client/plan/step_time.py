@@ -183,7 +183,9 @@ def find_traffic(
     states_hit = _part(max(0, memory.free_host_budget - through), states)
     # Boundaries that do not fit are written in each forward, and read in its backward pass.
     spilled_boundaries = need.spilled_boundary_bytes * micro_batches
-    spilled = _spilled_gradients(need, total, config, micro_batches if is_cpu else 1) + spilled_boundaries
+    # Several ranks that reduce in the last micro-batch only have nothing for the store before that.
+    sums = rules.reductions if rules.several else micro_batches
+    spilled = _spilled_gradients(need, total, config, sums if is_cpu else 1) + spilled_boundaries
     return Traffic(
         to_rank=int(total["leased"] * (1.0 - copies.hit)) + total["returned"] + boundaries,
         from_rank=total["sent"] + put + boundaries,
@@ -197,7 +199,7 @@ def find_traffic(
         updated_aside=int(in_memory * _aside(memory.store, config)),
         put=put,
         gradients=total["gradients"],
-        sums=rules.reductions if rules.several else micro_batches,
+        sums=sums,
         mapped=total["mapped"],
         copied=total["copied"],
         returned=total["returned"],
@@ -283,8 +285,9 @@ def _spilled_gradients(need: StoreNeed, total: Mapping[str, int], config: Traini
     """Return the bytes of gradients that the ranks of a store write to NVMe in a step, and read from it.
 
     Args:
-        passes: how often a complete gradient or a sum leaves the rank. On the CPU it does after each micro-batch, for
-            the next one or for the update; on a GPU, sums stay there until the last micro-batch (step/gradients.py).
+        passes: how often a complete gradient or a sum leaves the rank. On the CPU it does after each micro-batch that
+            is reduced, for the next one or for the update; on a GPU, sums stay there until the last micro-batch
+            (step/gradients.py).
     """
     if need.spilled_gradient_bytes > need.placed_gradient_bytes:
         # Those placed in host memory do not fit. No more of them stay there than the admission counts, because

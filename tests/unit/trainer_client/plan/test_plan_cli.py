@@ -254,6 +254,22 @@ def test_sums_of_gradients_stay_on_a_gpu_until_the_last_micro_batch(tmp_path: Pa
     assert spilled(4, "--device cpu") == 4 * once
 
 
+def test_gradients_that_are_reduced_once_are_spilled_once_on_the_cpu(tmp_path: Path) -> None:
+    options = "--device cpu --nproc-per-node 2 --collective 10GB"
+
+    def spilled(stage: int, micro_batches: int) -> int:
+        config = wide(stage, ("device", "nvme"), micro_batches)
+        config["paramserver"]["placement"]["gradients"] = "nvme"
+        config["gradient_clipping"] = 1.0
+        found = planned_of(tmp_path, "Wide", options, config)
+        nbytes: int = found["step"]["traffic"]["nvme_written"] - found["store"]["updated_bytes"]
+        return nbytes
+
+    weights = 12 * (8 << 20)
+    assert spilled(1, 1) == spilled(1, 4) == spilled(2, 1) == weights
+    assert spilled(2, 4) == 4 * weights
+
+
 @pytest.mark.parametrize(
     ("homes", "durability", "put", "written"),
     [
