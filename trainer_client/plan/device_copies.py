@@ -72,14 +72,13 @@ def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     """Return the units in the order in which a forward and its backward read them.
 
     The root surrounds both passes, and the last unit of the forward stays for the backward. The backward ends at the
-    first unit that has something to train.
+    first unit that has something to train, or that a trained parameter of the root comes before: an embedding, and not
+    a head. The order of parameters in the model is taken to be that of their use.
     """
     root, *others = units
-    trains = [any(planned.group.trainable for planned in unit.groups) for unit in others]
-    first = trains.index(True) if True in trains else len(others)
-    if any(planned.group.trainable for planned in root.groups):
-        # The root's embeddings come before all units.
-        first = 0
+    first = next((place for place, unit in enumerate(others) if unit.first_trained is not None), len(others))
+    if (trained := root.first_trained) is not None:
+        first = min(first, sum(unit.first_index < trained for unit in others))
     return [root, *others, *reversed(others[first:-1])]
 
 

@@ -65,6 +65,17 @@ class PlannedUnit:
         """Bytes of the unit's flat buffers while it is gathered."""
         return sum(planned.group.whole_bytes for planned in self.groups)
 
+    @property
+    def first_index(self) -> int:
+        """The number of its first parameter in the model's order; -1 if it has none."""
+        return min((p.index for planned in self.groups for p in planned.group.parameters), default=-1)
+
+    @property
+    def first_trained(self) -> int | None:
+        """The number of its first parameter that is trained, in the model's order; None if it has none."""
+        trained = [p.index for planned in self.groups if planned.group.trainable for p in planned.group.parameters]
+        return min(trained, default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -1,7 +1,7 @@
 """One of two ranks whose steps move the bytes that a plan says.
 
-test_plan.py runs `python -m tests.integration.support.planned_ranks CONFIGS`, where CONFIGS is a file with a list of
-training configs. The ranks train with one after the other.
+test_plan.py runs `python -m tests.integration.support.planned_ranks JOBS`, where JOBS is a file with a list of
+jobs: the name of a model, and a training config. The ranks train one after the other.
 """
 
 from __future__ import annotations
@@ -41,6 +41,21 @@ class Adapted(nn.Module):
         return hidden + self.frozen(hidden) + self.up(self.down(hidden))
 
 
+class Headed(nn.Module):
+    """Frozen blocks, and a head behind them that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.blocks.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
 class Tower(nn.Module):
     """A frozen root, two frozen blocks, and three blocks whose adapters are trained."""
 
@@ -59,20 +74,23 @@ class Tower(nn.Module):
         return hidden.square().mean()
 
 
+MODELS: dict[str, type[nn.Module]] = {"Tower": Tower, "Headed": Headed}
+
+
 def main() -> None:
-    for raw in json.loads(Path(sys.argv[1]).read_text()):
-        check(raw)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        check(MODELS[job["model"]], job["config"])
 
 
-def check(raw: dict[str, Any]) -> None:
-    """Compare the bytes of a step with those of its plan."""
+def check(build: type[nn.Module], raw: dict[str, Any]) -> None:
+    """Compare the bytes of a step of a model with those of its plan."""
     micro_batches = raw["gradient_accumulation_steps"]
     config = load_config(raw, {})
     with torch.device("meta"):
-        layout = lay_out(Tower(), config, World(ranks=RANKS))
+        layout = lay_out(build(), config, World(ranks=RANKS))
     memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
     planned = find_traffic(layout, memory, config, micro_batches, is_cpu=True)
-    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
+    engine, *_ = trainer_client.initialize(model=build(), config=raw)
     with engine:
         for _ in range(STEPS * micro_batches):
             engine.backward(engine(torch.randn(4, WIDTH)))
@@ -85,7 +103,7 @@ def check(raw: dict[str, Any]) -> None:
         "collectives": planned.collectives,
         "store_to_trainer": planned.to_rank,
         "trainer_to_store": planned.from_rank,
-    }, raw
+    }, (build, raw)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,43 @@ def test_frozen_weights_are_gathered_again_with_what_is_trained_and_never_writte
     assert found["store"]["written_bytes"] == 2 * 6 * weight + 2 * 4 * weight
 
 
+class Headed(nn.Module):
+    """Frozen blocks between an embedding and a head, of which one is trained."""
+
+    def __init__(self, *, trains_head: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(6)])
+        self.head = nn.Linear(256, 256, bias=False)
+        for part in (self.blocks, self.first if trains_head else self.head):
+            part.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+def head_trained() -> nn.Module:
+    return Headed(trains_head=True)
+
+
+def first_trained() -> nn.Module:
+    return Headed(trains_head=False)
+
+
+@pytest.mark.parametrize(("model", "again"), [("head_trained", 0), ("first_trained", 5)])
+def test_frozen_blocks_come_again_only_for_what_is_trained_before_them(tmp_path: Path, model: str, again: int) -> None:
+    config = wide(3, ("nvme", "nvme"))
+
+    traffic = planned_of(tmp_path, model, "", config)["step"]["traffic"]
+
+    weight = 256 * 256 * 4
+    # The root has two weights, and the last block stays between both passes.
+    assert traffic["to_rank"] == (2 + 6 + again) * weight
+
+
 class Wide(nn.Module):
     """Blocks of 8 MiB in fp32 each."""
 
