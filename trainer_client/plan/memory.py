@@ -200,9 +200,10 @@ def plan_memory(
         ),
         Line(
             what="collectives",
-            nbytes=_collective_buffers(layout, one_sided=one_sided) if device == "cpu" else 0,
+            nbytes=_collective_buffers(layout, one_sided=one_sided, is_cpu=device == "cpu"),
             is_exact=False,
-            why="what the threads of gloo keep of the largest group",
+            why="the largest gradient in the dtype of its reduction"
+            + (", and what the threads of gloo keep of the largest group" if device == "cpu" else ""),
         ),
     ]
     budget = int(config.paramserver.host_budget)
@@ -333,18 +334,24 @@ def _leaving_gradients(layout: Layout) -> int:
     return sum(leaving[-MOST_COPIES_OUT:])
 
 
-def _collective_buffers(layout: Layout, *, one_sided: bool) -> int:
-    """Return the bytes that gloo's threads keep: for reductions, and for gathers unless these are `one_sided`."""
+def _collective_buffers(layout: Layout, *, one_sided: bool, is_cpu: bool) -> int:
+    """Return the bytes of a copy of the largest gradient in the dtype of its reduction, if that is another one.
+
+    On the CPU, those that gloo's threads keep are added: for reductions, and for gathers unless these are `one_sided`.
+    """
     if layout.world.size == 1:
         return 0
     trained = [planned.group for planned in layout.groups if planned.group.trainable]
-    gradient = max((group.slot_table.numel * group.gradient_dtype.itemsize for group in trained), default=0)
+    reduced = {group.name: group.slot_table.numel * group.reduction_dtype.itemsize for group in trained}
+    cast = max((reduced[g.name] for g in trained if g.reduction_dtype is not g.gradient_dtype), default=0)
+    if not is_cpu:
+        return cast
     whole = (
         0
         if one_sided and layout.residence is Residence.SHARDED
         else max(planned.group.whole_bytes for planned in layout.groups)
     )
-    return COLLECTIVE_COPIES * (gradient + whole)
+    return cast + COLLECTIVE_COPIES * (max(reduced.values(), default=0) + whole)
 
 
 def _scratch(layout: Layout) -> int:

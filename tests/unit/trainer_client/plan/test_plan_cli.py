@@ -424,6 +424,20 @@ def test_floating_point_inputs_are_in_the_dtype_of_the_parameters_as_in_a_run(tm
     assert activations(bf16={"enabled": True}) == pytest.approx(activations() / 2, rel=0.01)
 
 
+@pytest.mark.parametrize(("device", "copies"), [("cuda", 1), ("cpu", 3)])
+def test_gradients_that_are_reduced_in_another_dtype_are_copied(tmp_path: Path, device: str, copies: int) -> None:
+    def collectives(stage: int, **keys: Any) -> int:
+        options = f"--nproc-per-node 2 --collective 10GB --device {device}"
+        config = wide(stage, ("device", "host")) | {"bf16": {"enabled": True}} | keys
+        return line(planned_of(tmp_path, "Wide", options, config), "collectives")
+
+    wide_unit, narrow_unit = 8 << 20, 4 << 20
+    alike, wider = collectives(2), collectives(2, communication_data_type="fp32")
+    # On the CPU, gloo keeps two copies of a gradient, and two of the parameters.
+    assert alike == (4 * narrow_unit if device == "cpu" else 0)
+    assert wider - alike == copies * wide_unit - (2 * narrow_unit if device == "cpu" else 0)
+
+
 def test_autocast_makes_activations_smaller(tmp_path: Path) -> None:
     def activations(**keys: Any) -> int:
         found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
