@@ -169,7 +169,7 @@ def find_traffic(
     in_store = any(is_in_store(planned) for planned in layout.groups)
     put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
     written = need.updated_bytes + (need.volatile_bytes // every if every else 0) if in_store else put * ranks
-    in_memory = 0 if every == 1 else total["in_memory"] * ranks
+    in_memory, early = (0 if every == 1 else total[name] * ranks for name in ("in_memory", "early"))
     boundaries = sum(memory.boundaries) * micro_batches
     # Parameters at home on the device pass through host memory only if the store updates them, once in a step. They are
     # kept with their states, so those with states in host memory are there already.
@@ -196,7 +196,7 @@ def find_traffic(
         updated=total["updated"] * ranks,
         updated_on_device=total["on_device"],
         updated_in_memory=in_memory,
-        updated_aside=int(in_memory * _aside(memory.store, config)),
+        updated_aside=int(early * _aside(memory.store, config)),
         put=put,
         gradients=total["gradients"],
         sums=sums,
@@ -263,6 +263,8 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
     # gather the gradient before it instead.
     refills = rules.several and placement.residence is not Residence.SHARDED
     refilled = whole * group.gradient_dtype.itemsize if replicated else group.whole_bytes
+    # Parameters at home on the device are kept with their states.
+    in_memory = part if Home.NVME not in (placement.parameters, placement.optimizer) and in_store else 0
     return {
         "gradients": gradient,
         # A gradient at home on the device gets memory of the store only for its update.
@@ -273,8 +275,9 @@ def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
         "returned": group.partition_bytes if returns else 0,
         "reread": group.partition_bytes if returns and placement.optimizer is Home.NVME else 0,
         "updated": part if in_store else 0,
-        # Parameters at home on the device are kept with their states.
-        "in_memory": part if Home.NVME not in (placement.parameters, placement.optimizer) and in_store else 0,
+        "in_memory": in_memory,
+        # A gradient at home on the device comes to the store only when the step is made.
+        "early": in_memory if placement.gradients is not Home.DEVICE else 0,
         "states": _state_bytes_read(planned) if placement.optimizer is Home.NVME else 0,
         "on_device": 0 if in_store else whole if replicated else part,
         "put": 0 if in_store else sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part,

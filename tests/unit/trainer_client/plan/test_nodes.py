@@ -92,10 +92,16 @@ def test_each_resource_is_its_bytes_over_the_published_rate(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("durability", "key", "in_memory", "aside"),
-    [("none", {}, 1, 1), ("snapshot:5", {}, 1, 1), ("none", {"gradient_clipping": 1.0}, 1, 0), ("step", {}, 0, 0)],
+    [
+        ("none", {}, 1, 1),
+        ("snapshot:5", {}, 1, 1),
+        ("none", {"gradient_clipping": 1.0}, 1, 0),
+        ("none", {"paramserver": {"durability": "none", "placement": {"gradients": "device"}}}, 1, 0),
+        ("step", {}, 0, 0),
+    ],
 )
 def test_updates_in_host_memory_take_the_time_of_threads_and_of_memory(
-    tmp_path: Path, durability: str, key: dict[str, float], in_memory: int, aside: int
+    tmp_path: Path, durability: str, key: dict[str, Any], in_memory: int, aside: int
 ) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
