@@ -205,7 +205,12 @@ def _plan(
 ) -> dict[str, Any]:
     device = device or ("cuda" if node is not None else configured_device_kind(raw))
     if node is not None:
-        flops, with_probe = flops or node.flops, False
+        if device == "cpu" or world.ranks > node.gpus:
+            raise ConfigError(
+                f"--node has {node.gpus} GPUs, each with one rank: leave --device out, and give --nproc-per-node up to "
+                f"{node.gpus} and --nnodes for more ranks"
+            )
+        flops, with_probe = node.flops if flops is None else flops, False
     if device not in RANK_BYTES:
         raise ConfigError(
             f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"

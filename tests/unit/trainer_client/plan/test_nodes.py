@@ -177,3 +177,11 @@ def test_a_node_that_is_not_known_is_named(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "--node v100x8: known are h100x8, h200x8" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--device cpu", "--nproc-per-node 16"])
+def test_a_node_has_a_rank_on_each_of_its_gpus(tmp_path: Path, option: str) -> None:
+    result = CliRunner().invoke(app, [str(tmp_path), "--node", "h100x8", *option.split()], obj=(find_need, find_hits))
+
+    assert result.exit_code == 2
+    assert "--node has 8 GPUs, each with one rank" in " ".join(result.stderr.split())
