@@ -25,7 +25,7 @@ from trainer_client.schedules.registry import SCHEDULES, why_schedule_refused
 
 # These keys are for a daemon that the job starts. A daemon that an operator runs has them in its own config.
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
-# These keys are for a daemon that the job does not start.
+# These keys are for a daemon that the job does not start. `insecure` is also for a collector of traces.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
 # The keys whose sections depend on their key `type`.
@@ -132,7 +132,9 @@ def _check_own_daemon(config: TrainingConfig) -> None:
     if len(set(paths.values())) > 1 and config.paramserver.state_dir is None:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
         raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")
-    if unused := [f"paramserver.{key}" for key in _CREDENTIAL_KEYS if key in config.paramserver.model_fields_set]:
+    used = () if config.paramserver.telemetry is None else ("insecure",)
+    given = config.paramserver.model_fields_set.difference(used)
+    if unused := [f"paramserver.{key}" for key in _CREDENTIAL_KEYS if key in given]:
         raise ConfigError(
             f"{', '.join(unused)}: the job starts a daemon of its own, which asks for none; set "
             "paramserver.address, or remove it"

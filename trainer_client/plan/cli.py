@@ -58,7 +58,7 @@ _PUBLISHED = "those of the node as published, where they are not given, and of t
 # elements that it updates. They suit two server processors of 2020 and later.
 _COPY, _FRESH_COPY, _UPDATE = 10e9, 2e9, 300e6
 
-# Keys about a daemon that an operator runs.
+# Keys about a daemon that an operator runs. `insecure` is also for a collector of traces.
 _OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -372,7 +372,8 @@ def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> d
     section = raw.get("paramserver", {})
     if not isinstance(section, Mapping):
         return raw
-    kept = {key: value for key, value in section.items() if key not in _OPERATORS_KEYS}
+    left_out = set(_OPERATORS_KEYS) - ({"insecure"} if section.get("telemetry") is not None else set())
+    kept = {key: value for key, value in section.items() if key not in left_out}
     return {**raw, "paramserver": {**kept, **given}}
 
 

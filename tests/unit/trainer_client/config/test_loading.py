@@ -220,6 +220,13 @@ def test_all_refused_keys_are_named_at_once() -> None:
     assert [line.split()[0] for line in sorted(lines)] == ["amp", "sparse_gradients", "wanbd"]
 
 
+@pytest.mark.parametrize("address", [{}, {"address": "unix:/of-an-operator.sock"}])
+def test_a_network_for_a_collector_may_be_trusted_with_any_daemon(address: dict[str, str]) -> None:
+    section = {"telemetry": "http://collector.example:4317", "insecure": True, **address}
+
+    assert load_config(config(paramserver=section), {}).paramserver.insecure
+
+
 def test_comments_are_left_out() -> None:
     assert load_config(config(_comment="a", comment=["b"], **{"//": "c"}), {}) == load_config(config(), {})
 

@@ -741,6 +741,14 @@ def test_a_job_that_a_store_would_refuse_is_refused(tmp_path: Path) -> None:
     assert "a store would refuse the job: job must be 1 to 1024 bytes of printable text" in result.stderr
 
 
+def test_a_config_for_an_operators_daemon_and_a_collector_is_planned(tmp_path: Path) -> None:
+    config = wide(3, ("nvme", "nvme"), address="10.0.0.1:7411", token_file="token", insecure=True)
+    del config["paramserver"]["nvme_budget"]
+    config["paramserver"]["telemetry"] = "http://collector.example:4317"
+
+    assert planned_of(tmp_path, "Wide", "", config)["fits"]
+
+
 @pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
 def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
     """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
