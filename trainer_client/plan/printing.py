@@ -43,6 +43,12 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
             f"{plan.time.traffic.device_hit:.0%} of the bytes of parameters that a rank reads are copies on its device "
             "(paramserver.gpu_budget), which nothing has to move."
         )
+    if replicas := plan.settings.paramserver.replicas:
+        lines.append(
+            f"The {replicas} replicas (paramserver.replicas) are left out: each holder needs the room that the store "
+            "of a node has here once more, the store itself a third version on NVMe while a step is read, and a step's "
+            "changes cross the network."
+        )
     lines += _about_boundaries(plan)
     if in_memory := plan.time.traffic.updated_in_memory:
         aside = plan.time.traffic.updated_aside / in_memory

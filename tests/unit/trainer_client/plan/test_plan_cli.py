@@ -749,6 +749,16 @@ def test_a_config_for_an_operators_daemon_and_a_collector_is_planned(tmp_path: P
     assert planned_of(tmp_path, "Wide", "", config)["fits"]
 
 
+def test_replicas_are_said_to_need_more_than_the_plan_has(tmp_path: Path) -> None:
+    def notes(**section: Any) -> list[str]:
+        found = planned_of(tmp_path, "Wide", "", wide(3, ("nvme", "nvme"), **section))
+        return [note for note in found["assumptions"] if "replicas" in note]
+
+    (note,) = notes(replicas=1, replica={"addresses": ["10.0.0.5:7411"]})
+    assert "each holder needs the room that the store of a node has here once more" in note
+    assert notes() == []
+
+
 @pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
 def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
     """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
