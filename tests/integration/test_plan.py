@@ -170,18 +170,21 @@ def test_gradients_placed_on_nvme_are_written_as_often_as_a_plan_says(tmp_path: 
     assert traffic.nvme_written - of_root <= written <= traffic.nvme_written
 
 
-# The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches, the key `gather`, the model.
-JOBS: list[tuple[int, tuple[Any, Any], int, str, str]] = [
-    (0, ("device", "device"), 2, "auto", "Tower"),
-    (1, ("device", "host"), 3, "auto", "Tower"),
-    (2, ("device", "device"), 3, "auto", "Tower"),
-    (2, ("device", "nvme"), 3, "auto", "Tower"),
-    (3, ("device", "device"), 3, "auto", "Tower"),
-    (3, ("device", "host"), 1, "auto", "Tower"),
-    (3, ("nvme", "nvme"), 3, "auto", "Tower"),
-    (3, ("nvme", "nvme"), 3, "collective", "Tower"),
-    (3, ({"device": 0.5, "host": 0.5}, "host"), 3, "auto", "Tower"),
-    (3, ("nvme", "nvme"), 2, "collective", "Headed"),
+# The jobs of two ranks: stage, homes of parameters and optimizer states, micro-batches, keys of the section,
+# the model.
+JOBS: list[tuple[int, tuple[Any, Any], int, dict[str, Any], str]] = [
+    (0, ("device", "device"), 2, {}, "Tower"),
+    (1, ("device", "host"), 3, {}, "Tower"),
+    (2, ("device", "device"), 3, {}, "Tower"),
+    (2, ("device", "nvme"), 3, {}, "Tower"),
+    (3, ("device", "device"), 3, {}, "Tower"),
+    (3, ("device", "host"), 1, {}, "Tower"),
+    (3, ("nvme", "nvme"), 3, {}, "Tower"),
+    (3, ("nvme", "nvme"), 3, {"gather": "collective"}, "Tower"),
+    (3, ({"device": 0.5, "host": 0.5}, "host"), 3, {}, "Tower"),
+    (3, ("nvme", "nvme"), 2, {"gather": "collective"}, "Headed"),
+    (3, ("nvme", "nvme"), 2, {"tiling": {"largest_tile": "8KiB"}}, "Tied"),
+    (3, ("device", "host"), 2, {"tiling": {"largest_tile": "8KiB", "exclude": ["blocks.*"]}}, "Tied"),
 ]
 
 
@@ -189,10 +192,10 @@ def test_the_bytes_that_two_ranks_move_are_those_of_a_plan(tmp_path: Path) -> No
     jobs = [
         {
             "model": model,
-            "config": config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False, gather=gather)
+            "config": config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False, **section)
             | {"gradient_accumulation_steps": micro_batches},
         }
-        for index, (stage, homes, micro_batches, gather, model) in enumerate(JOBS)
+        for index, (stage, homes, micro_batches, section, model) in enumerate(JOBS)
     ]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(jobs))

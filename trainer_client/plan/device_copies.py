@@ -6,6 +6,7 @@ directory of the store does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,15 +72,36 @@ def plan_copies(
 def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     """Return the units in the order in which a forward and its backward read them.
 
-    The root surrounds both passes, and the last unit of the forward stays for the backward. The backward ends at the
-    first unit that has something to train, or that a trained parameter of the root comes before: an embedding, and not
-    a head. The order of parameters in the model is taken to be that of their use.
+    The root surrounds both passes, and the unit whose forward ends last stays for the backward. The backward ends at
+    the first unit that has something to train, or that a trained parameter of the root comes before: an embedding, and
+    not a head. The order of parameters in the model is taken to be that of their use.
     """
     root, *others = units
-    first = next((place for place, unit in enumerate(others) if unit.first_trained is not None), len(others))
+    forward, stays = _forward(others)
+    first = next((place for place, unit in enumerate(forward) if unit.first_trained is not None), len(forward))
     if (trained := root.first_trained) is not None:
-        first = min(first, sum(unit.first_index < trained for unit in others))
-    return [root, *others, *reversed(others[first:-1])]
+        behind = (place for place, unit in enumerate(forward) if unit.first_index > trained)
+        first = min(first, next(behind, len(forward)))
+    again = forward[first:][::-1]
+    if stays in again:
+        again.remove(stays)
+    return [root, *forward, *again]
+
+
+def _forward(others: Sequence[PlannedUnit]) -> tuple[list[PlannedUnit], PlannedUnit | None]:
+    """Return the units but the root in the order in which a forward reads them, and the one whose forward ends last.
+
+    Tiles of the root come before the blocks or behind them, as their parameter does, and those of a tied weight are
+    read once more, by the head. A block's forward ends after those of its tiles.
+    """
+    number = next((place for place, unit in enumerate(others) if not unit.is_tile), len(others))
+    of_root, blocks = others[:number], list(others[number:])
+    begin = min((unit.first_index for unit in blocks if unit.first_index >= 0), default=math.inf)
+    before = [tile for tile in of_root if tile.first_index < begin]
+    behind = [tile for tile in of_root if tile.first_index > begin]
+    behind += [tile for tile in of_root for _ in range(tile.uses - 1)]
+    ends = behind or [block for block in blocks if not block.is_tile] or before
+    return [*before, *blocks, *behind], ends[-1] if ends else None
 
 
 def _reads(steps: Sequence[Sequence[PlannedUnit]], partitions: int) -> Iterator[DeviceRead]:

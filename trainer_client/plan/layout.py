@@ -55,10 +55,19 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedUnit:
-    """A unit: its name ("" is the root) and its groups."""
+    """A unit.
+
+    Attributes:
+        fqn: its name; "" is the root.
+        groups: its groups.
+        is_tile: whether it is a tile of a parameter.
+        uses: the number of modules that compute with it; several for a tile of a tied weight.
+    """
 
     fqn: str
     groups: tuple[PlannedGroup, ...]
+    is_tile: bool = False
+    uses: int = 1
 
     @property
     def whole_bytes(self) -> int:
@@ -181,6 +190,8 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
             PlannedUnit(
                 fqn=spec.fqn,
                 groups=tuple(PlannedGroup(group=group, placement=placement[group.name]) for group in groups),
+                is_tile=spec.tile is not None,
+                uses=1 + len(spec.other_uses),
             )
             for spec, groups in zip(specs, first, strict=True)
         ),

@@ -162,7 +162,7 @@ def find_traffic(
             if planned.placement.residence is Residence.SHARDED:
                 total.update(_gathered(planned, micro_batches * reads[unit.fqn], rules))
             if planned.group.trainable:
-                total.update(_trained(planned, rules))
+                total.update(_trained(planned, unit.uses, rules))
     # If any update changes bytes in the store, each step is committed, with the states that are newer on the device.
     # Else only those steps are committed that the durability class asks for (run/commits.py).
     every = config.paramserver.durable_every
@@ -250,15 +250,19 @@ def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]
     }
 
 
-def _trained(planned: PlannedGroup, rules: _Rules) -> dict[str, int]:
-    """Return the bytes and elements of one rank that a step moves for the gradient and the update of a group."""
+def _trained(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
+    """Return the bytes and elements of one rank that a step moves for the gradient and the update of a group.
+
+    Args:
+        uses: the number of modules that compute with the group, each of which has its gradient reduced.
+    """
     group, placement = planned.group, planned.placement
     part, whole = group.slot_table.partition_numel, group.slot_table.numel
     gradient = part * group.gradient_dtype.itemsize
     replicated = placement.residence is Residence.REPLICATED
     in_store = placement.optimizer is not Home.DEVICE
     returns = in_store and placement.parameters is Home.DEVICE
-    reductions = rules.reductions if rules.several else 0
+    reductions = uses * rules.reductions if rules.several else 0
     # Ranks that keep the whole parameters gather them after the update. Where they keep the whole states, too, they
     # gather the gradient before it instead.
     refills = rules.several and placement.residence is not Residence.SHARDED

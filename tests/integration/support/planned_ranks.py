@@ -74,7 +74,24 @@ class Tower(nn.Module):
         return hidden.square().mean()
 
 
-MODELS: dict[str, type[nn.Module]] = {"Tower": Tower, "Headed": Headed}
+class Tied(nn.Module):
+    """Blocks between an embedding and a head, which have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(hidden.argmax(-1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+MODELS: dict[str, type[nn.Module]] = {"Tower": Tower, "Headed": Headed, "Tied": Tied}
 
 
 def main() -> None:
