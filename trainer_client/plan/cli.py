@@ -335,7 +335,7 @@ def _with_rates(
             dtype=dtype,
             ranks=ranks,
             threads=threads,
-            directory=directory,
+            directory=None if {"nvme_read", "nvme_write"} <= given.keys() else directory,
             device=job.device,
             optimizer_threads=job.optimizer_threads,
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer_client.errors import ConfigError
-from trainer_client.plan.probe import Task, measure
+from trainer_client.plan.probe import Task, measure, probe
 from trainer_client.plan.real_pass import RealPass
 from trainer_client.plan.store_probe import StoreUpdate, arena_like, probe_directory, update_limit
 
@@ -30,6 +30,13 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"--dir .*file/state cannot be probed"):
         probe_directory(tmp_path / "file" / "state")
+
+
+def test_known_rates_of_nvme_are_not_measured() -> None:
+    rates, seconds = probe({}, ranks=1, threads=1, directory=None, device="cpu")
+
+    assert (rates.nvme_read, rates.nvme_write, seconds) == (1.0, 1.0, 0.0)
+    assert min(rates.copy, rates.fresh_copy, rates.update) > 1e6
 
 
 def test_a_rank_that_is_alone_has_no_collectives() -> None:
