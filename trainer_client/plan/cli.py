@@ -241,7 +241,7 @@ def _plan(
         compute_seconds=lambda rehearsal: 0.0,
         overhead=_NO_OVERHEAD,
         world=world,
-        capacities=_capacities(here, sizes, device),
+        capacities=_capacities(here, sizes, device, world.ranks),
         rates=_UNKNOWN if node is None else _rates(node.rates(world), given),
         rates_in=None if node is None else lambda other: _rates(node.rates(other), given),
         devices=1 if node is None else node.devices,
@@ -435,11 +435,12 @@ def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:
 _SIZE_OPTIONS = {"device": "--hbm", "host": "--host-memory", "nvme": "--nvme-capacity"}
 
 
-def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str) -> Capacities:
+def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str, ranks: int) -> Capacities:
     given = {name: _size(_SIZE_OPTIONS[name], text) for name, text in sizes.items() if text is not None}
     if device != "cpu" and here.is_cpu and "device" not in given:
         raise ConfigError("this machine has no GPU: give --hbm, the memory of one")
-    return replace(here, **given, is_cpu=device == "cpu")
+    found = replace(here, **given, is_cpu=device == "cpu")
+    return replace(found, device=found.host // ranks) if found.is_cpu else found
 
 
 def _sequence(model: nn.Module) -> int:

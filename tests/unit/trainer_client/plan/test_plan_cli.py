@@ -759,6 +759,12 @@ def test_replicas_are_said_to_need_more_than_the_plan_has(tmp_path: Path) -> Non
     assert notes() == []
 
 
+def test_a_rank_on_the_cpu_has_a_share_of_the_host_memory_that_is_given(tmp_path: Path) -> None:
+    found = planned_of(tmp_path, "Wide", "--device cpu --nproc-per-node 4 --collective 10GB", wide(3, ("nvme", "nvme")))
+
+    assert (found["capacities"]["device"], found["capacities"]["host"]) == (4 << 30, 16 << 30)
+
+
 @pytest.mark.parametrize("name", ["[red]new[/data]", ":smile:", "x" * 300])
 def test_a_directory_of_any_name_is_printed_as_it_is(tmp_path: Path, name: str) -> None:
     """The kernel refuses to look at the last one, as it refuses what is in a directory of another user."""
