@@ -188,9 +188,10 @@ def plan_memory(
         _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
         Line(
             what="update on the device",
-            nbytes=_scratch(layout),
+            nbytes=_update_bytes(layout),
             is_exact=True,
-            why="the fp32 gradient of the largest group, whole where states are replicated",
+            why="the fp32 gradient of the largest group, whole where states are replicated, and new parameters on "
+            "their way to the store",
         ),
         Line(
             what="buffers of libraries",
@@ -354,13 +355,14 @@ def _collective_buffers(layout: Layout, *, one_sided: bool, is_cpu: bool) -> int
     return cast + COLLECTIVE_COPIES * (max(reduced.values(), default=0) + whole)
 
 
-def _scratch(layout: Layout) -> int:
-    """Return the bytes of the temporary tensors in the largest update on the device (see step/updates.py).
+def _update_bytes(layout: Layout) -> int:
+    """Return the bytes that the updates on the device take besides the states there (see step/updates.py).
 
-    They are an fp32 copy of the gradient if that has another type and, if the states are replicated, the whole
-    gradient, which is gathered from all ranks.
+    In the largest update these are an fp32 copy of the gradient if that has another type and, if the states are
+    replicated, the whole gradient, which is gathered from all ranks. New parameters whose home is the store stay until
+    those of all groups are handed over.
     """
-    most = 0
+    most = new = 0
     for planned in layout.groups:
         group, placement = planned.group, planned.placement
         if not group.trainable or placement.optimizer is not Home.DEVICE:
@@ -369,7 +371,8 @@ def _scratch(layout: Layout) -> int:
         numel = group.slot_table.numel if replicated else group.slot_table.partition_numel
         wide = 0 if group.gradient_dtype.itemsize == 4 else 4 * numel
         most = max(most, wide + (numel * group.gradient_dtype.itemsize if replicated else 0))
-    return most
+        new += group.partition_bytes if placement.parameters is not Home.DEVICE else 0
+    return most + new
 
 
 def _exact(what: str, nbytes: int, why: str) -> Line:

@@ -416,6 +416,16 @@ def test_the_gradients_of_four_units_may_wait_on_a_gpu_for_their_copy(tmp_path: 
     assert waiting(("device", "host"), options="--device cpu") == 0
 
 
+def test_parameters_that_a_device_has_updated_for_the_store_take_its_memory(tmp_path: Path) -> None:
+    def updating(parameters: str, optimizer: str, **keys: Any) -> int:
+        return line(planned_of(tmp_path, "Wide", "", wide(3, (parameters, optimizer)) | keys), "update on the device")
+
+    weights, unit = 12 * (8 << 20), 8 << 20
+    assert [updating("device", "device"), updating("nvme", "host"), updating("nvme", "device")] == [0, 0, weights]
+    # In bf16 the gradient of one unit is fp32 for its update.
+    assert updating("host", "device", bf16={"enabled": True}) == weights // 2 + unit
+
+
 def test_floating_point_inputs_are_in_the_dtype_of_the_parameters_as_in_a_run(tmp_path: Path) -> None:
     def activations(**keys: Any) -> int:
         found = planned_of(tmp_path, "Wide", "--tokens 8192", wide(2, ("device", "device")) | keys)
