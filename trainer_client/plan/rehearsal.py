@@ -148,8 +148,10 @@ class _Gradients:
             return
         if group not in self._partitions:
             self._partitions.add(group)
-            self._full.add(group)
             self._memory.allocate(("partition", group), self._rule.partition_bytes[group])
+        # A gradient may come after the group was reduced, because blocks that are computed again may share a weight.
+        if group not in self._full:
+            self._full.add(group)
             self._memory.allocate(("full", group), self._rule.full_bytes[group])
         self._waiting[group].discard(fqn)
         if not self._waiting[group] and self._rule.is_reduced_at_once:

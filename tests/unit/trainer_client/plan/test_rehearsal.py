@@ -139,6 +139,40 @@ def test_boundaries_that_move_to_the_store_are_not_in_the_peak(reentrant: bool) 
     assert found(10).flops == checkpointed(10, reentrant=reentrant).flops
 
 
+class Shared(nn.Module):
+    """One block that is computed three times, and again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for _ in range(3):
+            hidden = checkpoint(self.block, hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("in_heap", [True, False])
+def test_a_gradient_may_come_again_after_its_group_was_reduced(in_heap: bool) -> None:
+    found = rehearse(Shared, lambda _: {"hidden": torch.zeros(ROWS, WIDTH)}, None)
+
+    def peak(full: int) -> int:
+        names = [name for name, _ in Shared().named_parameters()]
+        return found.peak_bytes(
+            GradientRule(
+                group_of={name: name.partition(".")[0] for name in names},
+                full_bytes={"first": 0, "block": full},
+                partition_bytes={"first": 0, "block": 0},
+                kept_bytes={},
+                is_reduced_at_once=True,
+            ),
+            in_heap=in_heap,
+        )
+
+    assert peak(64 * MIB) - peak(0) == pytest.approx(64 * MIB, rel=0.1)
+
+
 def test_parameters_of_another_dtype_halve_the_bytes() -> None:
     wide, narrow = (
         rehearsal(dtype).peak_bytes(rule(full=0, partition=0, at_once=True), in_heap=False)
