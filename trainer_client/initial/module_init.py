@@ -7,6 +7,11 @@ memory to more than one module's own tensors, nor use a value that no function h
 have, then `_init_weights(module)` of the enclosing transformers model, which knows its layers and their buffers. If
 given, `param_init_fn(module)` (as in FSDP) replaces both. The random seed follows from the module's FQN, so the values
 are the same on every rank, whatever else is initialised there.
+
+[Note: markers] A tensor has a marker in each element before the functions run, and an element that still has it
+afterwards was not set. NaN is the marker of floating-point tensors. Functions may set integers and booleans to any
+value, so if a marker is left, they run once more over another one: an element was not set if it has the first marker
+after the first run and the second marker after the second run.
 """
 
 from __future__ import annotations
@@ -49,22 +54,43 @@ class ModuleInit:
             ConfigError: no function sets some of them.
         """
         module = self._model.get_submodule(fqn)
+        fresh, marked = self._run_over(fqn, module, again=False)
+        if left := [name for name in marked if _has_marker(fresh[name], again=False).any()]:
+            second, _ = self._run_over(fqn, module, again=True)
+            left = [
+                name
+                for name in left
+                if (_has_marker(fresh[name], again=False) & _has_marker(second[name], again=True)).any()
+            ]
+        if left:
+            raise ConfigError(
+                f"{', '.join(left)} of {self._described(fqn, module)} was built on the meta device, and no function "
+                "of the model sets it: give the module a reset_parameters(), pass initialize(param_init_fn=...), or "
+                "build the model under trainer_client.zero.Init()"
+            )
+        return fresh
+
+    def _run_over(self, fqn: str, module: nn.Module, *, again: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Run the module's functions over markers, the second ones if `again`; see [Note: markers].
+
+        Returns:
+            The module's own parameters and buffers then, by name, and the names of those that had markers.
+        """
         parameters = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
-        fresh: dict[str, torch.Tensor] = {}
         digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
         state = torch.default_generator.get_state()
         try:
             for name, parameter in parameters.items():
                 # A fresh parameter takes its place, because the parameter itself may already be in the store.
-                module._parameters[name] = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
+                unset = _unset(parameter, again=again)
+                module._parameters[name] = nn.Parameter(unset, requires_grad=parameter.requires_grad)
             for name, buffer in buffers.items():
-                module._buffers[name] = _unset(buffer) if buffer.is_meta else buffer.clone()
+                module._buffers[name] = _unset(buffer, again=again) if buffer.is_meta else buffer.clone()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self._run(fqn, module)
-            for name in (*parameters, *buffers):
-                # The attribute is read again, because the function may have assigned another tensor.
-                fresh[name] = getattr(module, name).detach()
+            # The attributes are read again, because a function may have assigned other tensors.
+            fresh = {name: getattr(module, name).detach() for name in (*parameters, *buffers)}
         except RuntimeError as error:
             error.add_note(f"while {self._described(fqn, module)} was initialised")
             raise
@@ -72,13 +98,7 @@ class ModuleInit:
             torch.default_generator.set_state(state)
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        if unset := [name for name, tensor in fresh.items() if _is_unset(tensor)]:
-            raise ConfigError(
-                f"{', '.join(unset)} of {self._described(fqn, module)} was built on the meta device, and no function "
-                "of the model sets it: give the module a reset_parameters(), pass initialize(param_init_fn=...), or "
-                "build the model under trainer_client.zero.Init()"
-            )
-        return fresh
+        return fresh, [*parameters, *(name for name, buffer in buffers.items() if buffer.is_meta)]
 
     def _run(self, fqn: str, module: nn.Module) -> None:
         if self._param_init_fn is not None:
@@ -105,18 +125,21 @@ class ModuleInit:
         return f"module {fqn or ROOT_NAME} ({type(module).__name__})"
 
 
-def _unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of the same shape and dtype whose elements show whether they were written."""
-    return torch.full(tensor.shape, _marker(tensor.dtype), dtype=tensor.dtype)
+def _unset(tensor: torch.Tensor, *, again: bool) -> torch.Tensor:
+    """Return a CPU tensor of the same shape and dtype with a marker in each element."""
+    return torch.full(tensor.shape, _marker(tensor.dtype, again=again), dtype=tensor.dtype)
 
 
-def _is_unset(tensor: torch.Tensor) -> bool:
+def _has_marker(tensor: torch.Tensor, *, again: bool) -> torch.Tensor:
+    """Return which elements have the marker, as a boolean tensor."""
     if tensor.dtype.is_floating_point or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype is not torch.bool and bool((tensor == _marker(tensor.dtype)).any())
+        return tensor.isnan()
+    return tensor == _marker(tensor.dtype, again=again)
 
 
-def _marker(dtype: torch.dtype) -> float | int | bool:
+def _marker(dtype: torch.dtype, *, again: bool) -> float | int | bool:
     if dtype is torch.bool:
-        return False
-    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+        return again
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return torch.iinfo(dtype).max if again else torch.iinfo(dtype).min

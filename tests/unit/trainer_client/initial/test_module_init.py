@@ -76,3 +76,31 @@ def test_param_init_fn_comes_first_and_a_module_without_functions_is_named() -> 
 
     with pytest.raises(ConfigError, match=r"scale, offset of module 1 \(Scale\).*param_init_fn"):
         fill_buffers(build_model())
+
+
+class Masked(nn.Module):
+    """A module with buffers of dtypes that have no NaN."""
+
+    def __init__(self, *, sets: bool) -> None:
+        super().__init__()
+        self.sets = sets
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3, dtype=torch.bool)))
+        self.register_buffer("levels", torch.zeros(3, dtype=torch.uint8))
+        self.register_buffer("given", torch.tensor([torch.nan, 0.0], device="cpu"))
+
+    def reset_parameters(self) -> None:
+        if self.sets:
+            self.get_buffer("mask").copy_(torch.tril(torch.ones(3, 3, dtype=torch.bool)))
+            self.get_buffer("levels").zero_()
+
+
+def test_booleans_and_integers_that_no_function_sets_are_named_and_any_value_may_be_set() -> None:
+    with torch.device("meta"):
+        unset, model = Masked(sets=False), Masked(sets=True)
+
+    with pytest.raises(ConfigError, match=r"mask, levels of module .*\(Masked\).*no function"):
+        fill_buffers(unset)
+    fill_buffers(model)
+    assert torch.equal(model.get_buffer("mask"), torch.tril(torch.ones(3, 3, dtype=torch.bool)))
+    assert torch.equal(model.get_buffer("levels"), torch.zeros(3, dtype=torch.uint8))
+    assert model.get_buffer("given").isnan().tolist() == [True, False]
