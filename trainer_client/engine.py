@@ -29,6 +29,7 @@ from trainer_client.errors import (
     TrainerClientError,
 )
 from trainer_client.model.owners import disown, own
+from trainer_client.model.refusals import refuse_conversion
 from trainer_client.model.states import placement_bytes
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.context import RankContext, UserObjects
@@ -626,6 +627,7 @@ class Engine(EngineStates):
         atexit.unregister(self.close_without_commit)
         self._store.stop_reattaching()
         self._hooks.stop_watching_gradients()
+        self._refusals.allow_conversion()
         with self._resources:
             self.wait_for_commit()
 
@@ -649,21 +651,8 @@ class Engine(EngineStates):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return the engine if `fn`, as `to`, `half` or `cuda` make it, would change no tensor; refuse it if it would.
-
-        Raises:
-            RuntimeError: `fn` gives tensors another device or dtype than the config has given them.
-        """
-        for tensor in (*self.parameters(), *self.buffers()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            moved = fn(probe)
-            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-                raise RuntimeError(
-                    f"the engine's tensors cannot be converted from {probe.dtype} on {probe.device} to {moved.dtype} "
-                    f"on {moved.device}: the dtype follows from bf16.enabled and fp16.enabled of the config, and the "
-                    "device from the rank; remove the call"
-                )
-        return self
+        """Return the engine if `fn` would change no tensor, and refuse it if it would. It can raise RuntimeError."""
+        return refuse_conversion(self, fn, recurse)
 
     def __enter__(self) -> Self:
         return self

@@ -257,6 +257,49 @@ def test_a_state_dict_is_loaded_between_two_steps(model_store: str, stage: int) 
     assert [name for name, value in weights.items() if not torch.equal(value, found[name])] == []
 
 
+def small(address: str, job: str, stage: int) -> tuple[Any, dict[str, Any]]:
+    """Return a small model, and a config for it in which the stage keeps its parameters whole, or does not."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, config_of(address, f"{job}-{stage}") | {"zero_optimization": {"stage": stage}}
+
+
+def loss_of_step(engine: Engine) -> float:
+    loss: torch.Tensor = engine(torch.ones(2, 4)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_conversion_of_the_model_or_of_a_part_is_refused_as_that_of_the_engine(model_store: str, stage: int) -> None:
+    model, config = small(model_store, "converted", stage)
+    with start(model, config) as engine:
+        for convert in (model.half, model[0].double, lambda: model.to("meta")):
+            with pytest.raises(RuntimeError, match="remove the call, or convert a copy"):
+                convert()
+        assert model.to("cpu") is model and model[0].float() is model[0]
+        assert len({loss_of_step(engine) for _ in range(3)}) == 3
+    if stage == 1:
+        # The parameters are the script's after the end.
+        assert model.half()[0].weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_forward_that_trains_is_refused_where_it_would_train_other_memory(model_store: str, stage: int) -> None:
+    model, config = small(model_store, "replaced", stage)
+    with start(model, config) as engine:
+        former = model[2].weight.data
+        model[2].weight.data = torch.zeros(1, 4)
+        with torch.no_grad():
+            assert engine(torch.ones(2, 4)).tolist() == [[model[2].bias.item()]] * 2
+        for forward in (engine, model):
+            with pytest.raises(RuntimeError, match=r"parameter 2\.weight has other memory than .* `\.data`"):
+                forward(torch.ones(2, 4))
+        model[2].weight.data = former
+        assert len({loss_of_step(engine) for _ in range(3)}) == 3
+
+
 def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:
     model = build("gpt2-zoo")
 

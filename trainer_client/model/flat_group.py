@@ -289,6 +289,14 @@ class FlatGroup:
             return False
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
+    def displaced(self) -> ModelParameter | None:
+        """Return a parameter whose data the script has replaced by other memory; None if there is none.
+
+        It is None, too, if the flat buffer has no memory.
+        """
+        pairs = zip(self.parameters, self._whole, strict=True) if self._memory.is_allocated else ()
+        return next((each for each, own in pairs if each.tensor.data_ptr() != own.data_ptr()), None)
+
     def _on_released_access(self, parameter: ModelParameter, function: str) -> None:
         self._gather_on_use(parameter, function)
 

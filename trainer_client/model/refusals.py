@@ -1,19 +1,26 @@
-"""The model's own calls that would not reach the store, and are refused: they read and set stale tensors.
+"""The model's own calls that would not reach the store, and are refused: they read, set or replace stale tensors.
 
-This module owns the hooks on the model that refuse. It must never read or change a parameter, except for copies of
-gathered ones.
+This module owns the hooks on the model that refuse, and what stands in for its methods. It must never read or change a
+parameter, except for copies of gathered ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from trainer_client.model.released import ReleasedParameter
+from trainer_client.model.stand_in import StandIn
+
+# The method of a module that `to`, `half`, `cuda` and the like call for it and for each module in it.
+_CONVERSION = "_apply"
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ModelRefusals:
@@ -24,9 +31,12 @@ class ModelRefusals:
     """
 
     def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
-        """Refuse `load_state_dict` and, if parameters are sharded, `state_dict`, until `remove`."""
+        """Refuse `load_state_dict`, conversions and, if parameters are sharded, `state_dict`, until `remove`."""
         self.allows_load = False
         self._allows_empty = False
+        self._modules = list(module.modules())
+        for each in self._modules:
+            vars(each)[_CONVERSION] = StandIn(each._apply, partial(refuse_conversion, each))
         self._handles = [module.register_load_state_dict_pre_hook(self._refuse_load)]
         if is_sharded:
             self._handles.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
@@ -36,6 +46,13 @@ class ModelRefusals:
         """Refuse nothing from now on."""
         for handle in self._handles:
             handle.remove()
+        self.allow_conversion()
+
+    def allow_conversion(self) -> None:
+        """Let the modules be converted from now on, because the engine trains them no more. Idempotent."""
+        for module in self._modules:
+            vars(module).pop(_CONVERSION, None)
+        self._modules.clear()
 
     @contextmanager
     def allow_empty(self) -> Iterator[None]:
@@ -61,6 +78,30 @@ class ModelRefusals:
                 "the model's weights are in the store: call engine.load_state_dict() instead of the model's, load them "
                 "before initialize(), or on the rank modifier_rank within gathered() of all parameters"
             )
+
+
+def refuse_conversion(module: ModuleT, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ModuleT:
+    """Stand in for `module._apply`: return the module if `fn` would change no tensor of it, and refuse it if it would.
+
+    torch would give the parameters other memory than the engine trains.
+
+    Args:
+        fn: converts a tensor, as `to`, `half` or `cuda` make it.
+        recurse: whether the modules in the module are meant, too.
+
+    Raises:
+        RuntimeError: `fn` gives tensors another device or dtype than the config has given them.
+    """
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        moved = fn(probe)
+        if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+            raise RuntimeError(
+                f"the engine's tensors cannot be converted from {probe.dtype} on {probe.device} to {moved.dtype} "
+                f"on {moved.device}: the dtype follows from bf16.enabled and fp16.enabled of the config, and the "
+                "device from the rank; remove the call, or convert a copy of the model"
+            )
+    return module
 
 
 def has_released(module: nn.Module) -> bool:

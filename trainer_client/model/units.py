@@ -289,6 +289,23 @@ class Unit:
             self._leases = []
             self.state = UnitState.SHARDED
 
+    def require_parameters(self) -> None:
+        """Check that the script has not given a resident unit's parameters other memory than that which is trained.
+
+        Raises:
+            RuntimeError: it has, so training would not change what the model computes.
+        """
+        if self.state is not UnitState.RESIDENT:
+            return
+        for group in self.groups:
+            if (parameter := group.displaced()) is not None:
+                raise RuntimeError(
+                    f"parameter {parameter.fqn} has other memory than that which the engine trains, because something "
+                    "was assigned to its `.data`: assign the former tensor again, or restart the job, which goes on "
+                    "from its last committed step; change values in place within engine.gathered(parameters, "
+                    "modifier_rank=0), or with engine.set_full()"
+                )
+
     def check(self) -> None:
         """Raise SessionEndedError if mapped bytes of the store may be those of another session."""
         if self.is_mapped:

@@ -449,6 +449,7 @@ class UnitHooks:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
+        self._require_parameters()
         outermost = not self._running
         nested = any(frame.unit is unit for frame in self._running)
         if outermost:
@@ -470,6 +471,12 @@ class UnitHooks:
             self._used.setdefault(slot)
         if not nested:
             self._hold(unit, Part.FORWARD, self._registered_owners[unit.index])
+
+    def _require_parameters(self) -> None:
+        """Raise RuntimeError if an outermost forward with gradients would use other memory than what is trained."""
+        if not self._running and torch.is_grad_enabled() and self.phase is not Phase.BACKWARD:
+            for unit in self._units:
+                unit.require_parameters()
 
     def _leave(self, module: nn.Module) -> None:
         """Note that the forward of `module` has ended, has raised, or was refused before it began."""
