@@ -627,7 +627,7 @@ class Engine(EngineStates):
         atexit.unregister(self.close_without_commit)
         self._store.stop_reattaching()
         self._hooks.stop_watching_gradients()
-        self._refusals.allow_conversion()
+        self._refusals.allow_changes()
         with self._resources:
             self.wait_for_commit()
 

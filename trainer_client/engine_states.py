@@ -419,8 +419,8 @@ class EngineStates(EngineCore):
             parameters: the parameters, or a module, for all of its parameters.
             modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
                 context all ranks get its values, as a commit of its own. An element that it does not change keeps its
-                fp32 value. With all parameters, it may call the model's `load_state_dict`. None: no rank may change
-                them.
+                fp32 value. It may call `load_state_dict` of a module, if that loads these parameters only. None: no
+                rank may change them.
 
         Raises:
             RuntimeError: `modifier_rank` was given between a forward and its backward.
@@ -434,12 +434,8 @@ class EngineStates(EngineCore):
         self._require_between_passes("gathered(modifier_rank=...)")
         before = self._access.parameters_before(chosen)
         with self._access.gathered(chosen):
-            is_whole = {id(parameter) for parameter in self.parameters()} <= {id(tensor) for tensor in chosen}
-            self._refusals.allows_load = is_whole and self._collectives.rank == modifier_rank
-            try:
+            with self._refusals.allow_load(chosen if self._collectives.rank == modifier_rank else ()):
                 yield
-            finally:
-                self._refusals.allows_load = False
             self._require_between_passes("the end of gathered(modifier_rank=...)")
             with self._changing():
                 self._access.hand_over_changed(chosen, before, modifier_rank, self._commits.next)

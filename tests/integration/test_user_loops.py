@@ -285,6 +285,26 @@ def test_a_conversion_of_the_model_or_of_a_part_is_refused_as_that_of_the_engine
         assert model.half()[0].weight.dtype == torch.float16
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_are_loaded_into_a_part_only_where_they_reach_the_store(model_store: str, stage: int) -> None:
+    model, config = small(model_store, "part", stage)
+    first = model[0]
+    weights = {"weight": torch.full((4, 4), 0.5)}
+    with start(model, config) as engine:
+        with pytest.raises(RuntimeError, match=r"call engine\.load_state_dict\(\)"):
+            first.load_state_dict(weights, strict=False)
+        with engine.gathered([first.weight], modifier_rank=0):
+            with pytest.raises(RuntimeError, match=r"assign=True"):
+                first.load_state_dict(weights, strict=False, assign=True)
+            with pytest.raises(RuntimeError, match=r"of all parameters that are loaded"):
+                first.load_state_dict(weights | {"bias": torch.zeros(4)})
+            first.load_state_dict(weights, strict=False)
+        assert torch.equal(engine.full_state_dict()["0.weight"], weights["weight"])
+    if stage == 1:
+        first.load_state_dict({"weight": torch.zeros(4, 4)}, strict=False)
+        assert not first.weight.any()
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_forward_that_trains_is_refused_where_it_would_train_other_memory(model_store: str, stage: int) -> None:
     model, config = small(model_store, "replaced", stage)

@@ -6,13 +6,14 @@ parameter, except for copies of gathered ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from trainer_client.model.released import ReleasedParameter
 from trainer_client.model.stand_in import StandIn
@@ -24,32 +25,34 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ModelRefusals:
-    """The refusals of one model.
-
-    Attributes:
-        allows_load: whether the model's `load_state_dict` may be called, because its values go to the store afterwards.
-    """
+    """The refusals of one model."""
 
     def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
         """Refuse `load_state_dict`, conversions and, if parameters are sharded, `state_dict`, until `remove`."""
-        self.allows_load = False
+        self._parameters = {id(parameter) for parameter in module.parameters()}
+        # The parameters that may be loaded, because their values go to the store afterwards.
+        self._loadable: frozenset[int] = frozenset()
         self._allows_empty = False
-        self._modules = list(module.modules())
+        # torch allows no hook on a scripted module; that of the module around it notices a load of both.
+        self._modules = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
         for each in self._modules:
             vars(each)[_CONVERSION] = StandIn(each._apply, partial(refuse_conversion, each))
-        self._handles = [module.register_load_state_dict_pre_hook(self._refuse_load)]
+        self._of_load = [each.register_load_state_dict_pre_hook(self._refuse_load) for each in self._modules]
+        self._of_reading: list[RemovableHandle] = []
         if is_sharded:
-            self._handles.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
-            self._handles.append(module.register_state_dict_post_hook(copy_gathered))
+            self._of_reading.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
+            self._of_reading.append(module.register_state_dict_post_hook(copy_gathered))
 
     def remove(self) -> None:
         """Refuse nothing from now on."""
-        for handle in self._handles:
+        self.allow_changes()
+        for handle in self._of_reading:
             handle.remove()
-        self.allow_conversion()
 
-    def allow_conversion(self) -> None:
-        """Let the modules be converted from now on, because the engine trains them no more. Idempotent."""
+    def allow_changes(self) -> None:
+        """Let the modules be loaded and converted from now on, because the engine trains them no more. Idempotent."""
+        for handle in self._of_load:
+            handle.remove()
         for module in self._modules:
             vars(module).pop(_CONVERSION, None)
         self._modules.clear()
@@ -63,6 +66,15 @@ class ModelRefusals:
         finally:
             self._allows_empty = False
 
+    @contextmanager
+    def allow_load(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Let `load_state_dict` of the model and of its modules load these parameters within the context."""
+        former, self._loadable = self._loadable, frozenset(map(id, parameters))
+        try:
+            yield
+        finally:
+            self._loadable = former
+
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse `module.state_dict()`, because the weights are in the store, unless all of them are gathered."""
         if not self._allows_empty and has_released(module):
@@ -71,13 +83,22 @@ class ModelRefusals:
                 "it within gathered() of all parameters"
             )
 
-    def _refuse_load(self, module: nn.Module, *_: Any) -> None:
-        """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store."""
-        if not self.allows_load:
+    def _refuse_load(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store.
+
+        torch calls this for the module, and then for each module in it, before it copies values into that.
+        """
+        named = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+        loaded = {id(parameter) for name, parameter in named if name in state_dict} & self._parameters
+        if not loaded <= self._loadable:
             raise RuntimeError(
                 "the model's weights are in the store: call engine.load_state_dict() instead of the model's, load them "
-                "before initialize(), or on the rank modifier_rank within gathered() of all parameters"
+                "before initialize(), or on the rank modifier_rank within gathered() of all parameters that are loaded"
             )
+        if loaded and metadata.get("assign_to_params_buffers"):
+            raise RuntimeError("load_state_dict(assign=True): the engine's parameters keep their memory; leave it out")
 
 
 def refuse_conversion(module: ModuleT, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ModuleT:
