@@ -15,7 +15,7 @@ from tests.integration.support.model_runs import config_of, optimizer_of, start
 from tests.integration.support.training import Run, assert_bit_equal, launch, micro_batches
 from tests.integration.support.zoo import ZOO
 from trainer_client import Engine
-from trainer_client.errors import ConfigError, PhaseError
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
 from trainer_client.model.released import ReleasedParameter
 
 BATCHES = list(micro_batches(4))
@@ -318,6 +318,40 @@ def test_a_forward_that_trains_is_refused_where_it_would_train_other_memory(mode
                 forward(torch.ones(2, 4))
         model[2].weight.data = former
         assert len({loss_of_step(engine) for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_copy_of_the_model_has_nothing_to_do_with_the_engine(model_store: str, stage: int) -> None:
+    """Scripts keep averages of the weights in a copy."""
+    model, config = small(model_store, "copied", stage)
+    reference, inputs = small(model_store, "", stage)[0], torch.ones(2, 4)
+    with start(model, config) as engine:
+        if stage == 3:
+            with pytest.raises(ReleasedParameterError, match=r"engine\.gathered"):
+                deepcopy(model)
+        with engine.gathered(model):
+            average = deepcopy(model)
+        losses = [loss_of_step(engine)]
+        loss = engine(inputs).square().mean()
+        # The copy computes with its own weights, also in the middle of a step, and is trained by its own optimizer.
+        assert torch.equal(average(inputs), reference(inputs))
+        average(inputs).sum().backward()
+        torch.optim.SGD(average.parameters(), lr=1.0).step()
+        assert not torch.equal(average[2].bias, reference[2].bias)
+        engine.backward(loss)
+        engine.step()
+        losses += [loss.item(), loss_of_step(engine)]
+        newest = engine.full_state_dict()
+        for name, value in average.state_dict().items():
+            value.copy_(newest[name])
+        assert [name for name, value in average.named_parameters() if not torch.equal(value, newest[name])] == []
+        average.load_state_dict(reference.state_dict())
+        assert average.double()[0].weight.dtype == torch.float64
+    assert torch.equal(average(inputs.double()), reference.double()(inputs.double()))
+    # The losses are those of a run without a copy.
+    model, config = small(model_store, "alone", stage)
+    with start(model, config) as engine:
+        assert [loss_of_step(engine) for _ in range(3)] == losses
 
 
 def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:

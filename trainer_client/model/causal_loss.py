@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import ConfigError
 from trainer_client.model.chunked_loss import IGNORE_INDEX, chunked_cross_entropy
+from trainer_client.model.stand_in import StandIn, only_for
 
 _KEY = "paramserver.tiling.loss_tokens"
 # The name of the loss function of transformers that is replaced.
@@ -53,11 +54,11 @@ class CausalLoss:
         self._loss_function: Callable[..., torch.Tensor] = self._model.loss_function
         self._had_loss_function = "_loss_function" in vars(self._model)
         self._parameters = inspect.signature(self._model.forward)
-        self._head.forward = self._defer_logits
-        self._model.loss_function = self._compute
+        self._head.forward = StandIn(self._head_forward, self._defer_logits)
+        self._model.loss_function = StandIn(self._loss_function, self._compute)
         self._handles: list[RemovableHandle] = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self._model.register_forward_hook(self._end, always_call=True),
+            self._model.register_forward_pre_hook(only_for((self._model,), self._begin), with_kwargs=True),
+            self._model.register_forward_hook(only_for((self._model,), self._end), always_call=True),
         ]
 
     def remove(self) -> None:

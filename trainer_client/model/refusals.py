@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.model.released import ReleasedParameter
-from trainer_client.model.stand_in import StandIn
+from trainer_client.model.stand_in import StandIn, only_for
 
 # The method of a module that `to`, `half`, `cuda` and the like call for it and for each module in it.
 _CONVERSION = "_apply"
@@ -25,7 +25,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ModelRefusals:
-    """The refusals of one model."""
+    """The refusals of one model. A copy of the model refuses nothing."""
 
     def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
         """Refuse `load_state_dict`, conversions and, if parameters are sharded, `state_dict`, until `remove`."""
@@ -37,11 +37,13 @@ class ModelRefusals:
         self._modules = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
         for each in self._modules:
             vars(each)[_CONVERSION] = StandIn(each._apply, partial(refuse_conversion, each))
-        self._of_load = [each.register_load_state_dict_pre_hook(self._refuse_load) for each in self._modules]
+        refuse_load = only_for(frozenset(self._modules), self._refuse_load)
+        self._of_load = [each.register_load_state_dict_pre_hook(refuse_load) for each in self._modules]
         self._of_reading: list[RemovableHandle] = []
         if is_sharded:
-            self._of_reading.append(module.register_state_dict_pre_hook(self._refuse_state_dict))
-            self._of_reading.append(module.register_state_dict_post_hook(copy_gathered))
+            refuse_state_dict = only_for((module,), self._refuse_state_dict)
+            self._of_reading.append(module.register_state_dict_pre_hook(refuse_state_dict))
+            self._of_reading.append(module.register_state_dict_post_hook(only_for((module,), copy_gathered)))
 
     def remove(self) -> None:
         """Refuse nothing from now on."""
@@ -120,7 +122,8 @@ def refuse_conversion(module: ModuleT, fn: Callable[[torch.Tensor], torch.Tensor
             raise RuntimeError(
                 f"the engine's tensors cannot be converted from {probe.dtype} on {probe.device} to {moved.dtype} "
                 f"on {moved.device}: the dtype follows from bf16.enabled and fp16.enabled of the config, and the "
-                "device from the rank; remove the call, or convert a copy of the model"
+                "device from the rank; remove the call, or convert a copy (copy.deepcopy, at stage 3 within "
+                "engine.gathered())"
             )
     return module
 

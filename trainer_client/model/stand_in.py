@@ -1,19 +1,23 @@
-"""Functions that stand in for a method of one module, and not for that of a copy of the module.
+"""Functions that are in the place of a method of a module, or are its hooks, and do not act for a copy of the module.
 
-This module owns what becomes of them in a copy. It must never know what they do.
+This module owns what becomes of them when `copy.deepcopy` copies the module. It must never know what they do.
+
+[Note: copies of a model] `copy.deepcopy` copies hooks and other attributes of modules. Of a function it takes the
+function itself, which would go on to act for the module that was copied; of a method, what it is bound to as well. A
+copy of an engine's model, as an average of its weights is kept in one, has nothing to do with the engine.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
+
+from torch import nn
 
 
 class StandIn:
     """A function in the place of a method, as an attribute of the module. A copy of the module has the method itself.
-
-    A plain function would be the same one in a copy, and act for the module that was copied.
 
     Args:
         method: the method, bound to the module.
@@ -30,3 +34,12 @@ class StandIn:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the method, bound to the copy of the module that `copy.deepcopy` is making."""
         return copy.deepcopy(self._method, memo)
+
+
+def only_for(modules: Container[nn.Module], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does what `hook` does for these modules, and nothing for copies of them."""
+
+    def call(module: nn.Module, *args: Any) -> Any:
+        return hook(module, *args) if module in modules else None
+
+    return call

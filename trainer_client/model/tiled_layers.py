@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from trainer_client.model import cast_product
 from trainer_client.model.released import ReleasedParameter
+from trainer_client.model.stand_in import StandIn
 from trainer_client.model.tile import Tile, TileWeight
 
 # The attribute of a module that computes with tiles.
@@ -55,24 +56,27 @@ class TiledLayer:
 
     def install(self) -> None:
         """Have the module compute with its tiles, until `remove`."""
-        tiled, whole = _FORWARDS[_kind_of(self.module)](self), type(self.module).forward
+        tiled, whole = _FORWARDS[_kind_of(self.module)](self), self.module.forward
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             # The whole weight may have been changed since it was shown, and it becomes the tiles' afterwards. Gradients
             # are those of the tiles, so a forward that trains computes with them.
             if isinstance(self._whole, ReleasedParameter) or torch.is_grad_enabled():
                 return tiled(input)
-            output: torch.Tensor = whole(self.module, input)
+            output: torch.Tensor = whole(input)
             return output
 
         # nn.Module finds its forward as an attribute of the object, so the class stays as it is.
-        self.module.forward = forward
+        self.module.forward = StandIn(whole, forward)
         vars(self.module)[_LAYER] = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         vars(self.module).pop("forward", None)
         vars(self.module).pop(_LAYER, None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Return None, because a copy of the module computes with a whole weight of its own."""
 
 
 def tiled_layer_of(module: nn.Module) -> TiledLayer | None:

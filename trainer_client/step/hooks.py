@@ -58,6 +58,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.stand_in import only_for
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
@@ -439,10 +440,14 @@ class UnitHooks:
             with outside_of_transforms():
                 self._leave(module)
 
+        def hook(function: Callable[..., Any]) -> Callable[..., Any]:
+            own: Callable[..., Any] = torch.compiler.disable(only_for((module,), function))
+            return own
+
         self._module_hooks += [
-            module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True),
-            module.register_forward_hook(torch.compiler.disable(finish)),
-            module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+            module.register_forward_pre_hook(hook(enter), with_kwargs=True),
+            module.register_forward_hook(hook(finish)),
+            module.register_forward_hook(hook(leave), always_call=True),
         ]
 
     def _enter(self, unit: Unit, module: nn.Module, slot: int) -> None:

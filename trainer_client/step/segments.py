@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, noop_context_f
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.device import CPU
+from trainer_client.model.stand_in import only_for
 from trainer_client.step.boundary import Again, Key, Saved
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.transforms import is_transformed
@@ -183,11 +184,13 @@ class Segments:
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Note the forwards of these modules that are segments; see [Note: which modules are segments]."""
-        for module in modules:
+        watched = frozenset(modules)
+        enter, leave = (torch.compiler.disable(only_for(watched, hook)) for hook in (self._enter, self._leave))
+        for module in watched:
             # The first hook comes before those of the user, which may change the inputs and are called again.
             self._handles += [
-                module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True, with_kwargs=True),
-                module.register_forward_hook(torch.compiler.disable(self._leave)),
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave),
             ]
 
     def note_saved(self, tensor: torch.Tensor, checkpoint: FrameType) -> Again | None:

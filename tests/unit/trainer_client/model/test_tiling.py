@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import peft
@@ -19,7 +20,7 @@ from trainer_client import chunked_cross_entropy
 from trainer_client.errors import ConfigError
 from trainer_client.model.causal_loss import CausalLoss
 from trainer_client.model.tile import TileWeight
-from trainer_client.model.tiled_layers import TiledLayer, why_not
+from trainer_client.model.tiled_layers import TiledLayer, tiled_layer_of, why_not
 from trainer_client.model.tiling import cut_rows
 
 # In fp32 sums over features or tokens in another order differ by some units in the last place of the largest term.
@@ -187,6 +188,21 @@ def test_a_tiled_embedding_has_the_bits_of_the_whole_one(padding: int | None) ->
         parts(tokens + 50)
 
 
+def test_a_copy_of_a_tiled_layer_computes_with_a_weight_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(24, 50, bias=False))
+    weights = tiled(model[0], 16)
+
+    copied: Any = copy.deepcopy(model)
+    copied[0].weight.data.fill_(2.0)
+    output = copied(torch.ones(3, 24))
+    output.sum().backward()
+
+    assert torch.equal(output, torch.full((3, 50), 48.0))
+    assert torch.equal(copied[0].weight.grad, torch.full((50, 24), 3.0))
+    assert all(weight.parameter.grad is None for weight in weights)
+    assert tiled_layer_of(copied[0]) is None and tiled_layer_of(model[0]) is not None
+
+
 def test_a_layer_that_does_more_than_its_class_is_not_tiled() -> None:
     class Scaled(nn.Embedding):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -273,10 +289,12 @@ def test_a_causal_model_of_transformers_trains_with_the_chunked_loss(arguments: 
     for parameter, other in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, **CLOSE)
 
-    # Without labels, and in evaluation, the logits are there.
+    # Without labels, in evaluation, and in a copy, the logits are there.
     assert torch.equal(chunked(input_ids=tokens).logits, plain(input_ids=tokens).logits)
     assert chunked.eval()(input_ids=tokens, labels=tokens).logits.shape == (2, 16, 50)
     chunked.train()
+    copied = copy.deepcopy(chunked)(input_ids=tokens, labels=tokens, **arguments)
+    assert copied.logits.shape == (2, 16, 50) and torch.equal(copied.loss, outputs[0].loss)
     loss.remove()
     assert torch.equal(chunked(input_ids=tokens, labels=tokens).loss, outputs[0].loss) or arguments
 
