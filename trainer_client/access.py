@@ -30,6 +30,9 @@ from trainer_client.step.precision import LossScaler
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of its FQNs if it is tied)."""
 
+# The end of the name under which torch has a module's extra state in a state dict.
+_EXTRA_STATE = "_extra_state"
+
 # The kinds that a user can name besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
 
@@ -134,9 +137,15 @@ class StateAccess:
         self._shown: Counter[int] = Counter()
         self._model = model
         # The places of each name in a plain checkpoint, names of tied parameters included; None if the name is a
-        # buffer's.
+        # buffer's, or that of a module's extra state.
         self._state_names = {
-            name: self._places.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
+            name: self._places.get(id(entry)) for name, entry in model.state_dict(keep_vars=True).items()
+        }
+        # The modules that have a `get_extra_state`, by the names of their extra states.
+        self._with_extra_state = {
+            name: model.get_submodule(name.rpartition(".")[0])
+            for name in self._state_names
+            if name.rpartition(".")[2] == _EXTRA_STATE
         }
         self._by_name = {
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
@@ -145,8 +154,8 @@ class StateAccess:
     # These methods read states.
 
     @torch.no_grad()
-    def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, on the CPU: fp32 weights, and buffers as they are.
+    def full_state_dict(self, *, keep: bool) -> dict[str, Any]:
+        """Return the model's state by name, on the CPU: fp32 weights, and buffers and extra states as they are.
 
         Without `keep`, return an empty dict. All ranks must call this; they gather one group at a time.
         """
@@ -167,13 +176,13 @@ class StateAccess:
         if not keep:
             return {}
         return {
-            name: weights[places[0].parameter.index] if places else self._model.get_buffer(name).detach().cpu().clone()
+            name: weights[places[0].parameter.index] if places else self._beside_parameters(name)
             for name, places in self._state_names.items()
         }
 
     @torch.no_grad()
-    def parameter_state_dict(self, *, keep: bool, with_frozen: bool) -> dict[str, torch.Tensor]:
-        """Return the parameters by name as forward computes with them, and buffers as they are, on the CPU.
+    def parameter_state_dict(self, *, keep: bool, with_frozen: bool) -> dict[str, Any]:
+        """Return parameters by name as forward computes with them, on the CPU; buffers and extra states as they are.
 
         Tied names share one tensor. Without `keep`, return an empty dict. All ranks must call this; they gather one
         parameter at a time.
@@ -182,11 +191,10 @@ class StateAccess:
             with_frozen: whether parameters that are not trained now are among them.
         """
         values: dict[int, torch.Tensor] = {}
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Any] = {}
         for name, places in self._state_names.items():
             if places is None:
-                buffer = self._model.get_buffer(name).detach().cpu()
-                found |= {name: buffer.clone()} if keep else {}
+                found |= {name: self._beside_parameters(name)} if keep else {}
                 continue
             parameter = places[0].parameter.whole
             if not (with_frozen or parameter.tensor.requires_grad):
@@ -197,6 +205,12 @@ class StateAccess:
                 values[index] = whole if keep else torch.empty(0)
             found |= {name: values[index]} if keep else {}
         return found
+
+    def _beside_parameters(self, name: str) -> Any:
+        """Return a copy of a buffer on the CPU, or a module's extra state, of which only a tensor is copied."""
+        module = self._with_extra_state.get(name)
+        value = self._model.get_buffer(name) if module is None else module.get_extra_state()
+        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype).
@@ -261,14 +275,14 @@ class StateAccess:
         ]
         return StateDictNames(missing, [name for name in state_dict if name not in self._state_names])
 
-    def weight_changes(self, state_dict: Mapping[str, torch.Tensor]) -> list[Change]:
+    def weight_changes(self, state_dict: Mapping[str, Any]) -> list[Change]:
         """Return the changes that give the parameters the weights of a plain state dict.
 
         Raises:
             ConfigError: the shape of a weight or of a buffer does not fit.
         """
         for name in state_dict:
-            if name in self._state_names and self._state_names[name] is None:
+            if name not in self._with_extra_state and self._state_names.get(name, ()) is None:
                 wanted, given = self._model.get_buffer(name).shape, state_dict[name].shape
                 if given != wanted:
                     raise ConfigError(
@@ -282,10 +296,14 @@ class StateAccess:
         return self.changes({(name, _MASTER): value for name, value in weights.values()}, local=False)
 
     @torch.no_grad()
-    def set_buffers(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Copy the values of a plain state dict into the model's buffers of the same names."""
+    def set_beside_parameters(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy the values of a plain state dict into the model's buffers, and give modules their extra states."""
         for name, places in self._state_names.items():
-            if places is None and name in state_dict:
+            if name not in state_dict:
+                continue
+            if (module := self._with_extra_state.get(name)) is not None:
+                module.set_extra_state(state_dict[name])
+            elif places is None:
                 self._model.get_buffer(name).copy_(state_dict[name])
 
     @torch.no_grad()

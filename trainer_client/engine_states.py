@@ -48,8 +48,8 @@ class EngineStates(EngineCore):
         self._commits.commit_last_step()
         self._commits.wait()
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are.
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Return the model's state by name, on the CPU: fp32 (master) weights; buffers and extra states as they are.
 
         All ranks must call this.
 
@@ -79,7 +79,7 @@ class EngineStates(EngineCore):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> StateDictNames:
-        """Set the model's weights and buffers, between two steps, in a commit of their own. All ranks must call this.
+        """Set the model's weights, buffers and extra states, between two steps, in a commit. All ranks must call this.
 
         Optimizer states stay as they are. Every rank must give the same values.
 
@@ -109,7 +109,7 @@ class EngineStates(EngineCore):
             )
         changes = self._access.weight_changes(state_dict)
         with self._changing():
-            self._access.set_buffers(state_dict)
+            self._access.set_beside_parameters(state_dict)
             self._access.hand_over(changes, self._commits.next)
             self._commit_change()
         return found
@@ -194,9 +194,7 @@ class EngineStates(EngineCore):
             raise failure or RuntimeError("save_16bit_model(): rank 0 could not write the file; see its message")
         return True
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the weights as forward computes with them on rank 0, and None on the others. All ranks must call this.
 
         Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
@@ -505,7 +503,7 @@ class EngineStates(EngineCore):
         self._commits.wait()
 
 
-def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+def _save(weights: Mapping[str, Any], path: Path) -> None:
     """Write a file of `torch.save`, which appears at `path` when it is complete. It can raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")

@@ -354,6 +354,39 @@ def test_a_copy_of_the_model_has_nothing_to_do_with_the_engine(model_store: str,
         assert [loss_of_step(engine) for _ in range(3)] == losses
 
 
+class Counted(nn.Linear):
+    """A layer that keeps something beside tensors, as the layers of quantising libraries do."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_extra_states_of_modules_are_in_the_state_of_the_model(model_store: str, tmp_path: Path, stage: int) -> None:
+    _, config = small(model_store, "extra", stage)
+    model: Any = nn.Sequential(Counted(4, 4), Counted(4, 1))
+    plain: Any = nn.Sequential(Counted(4, 4), Counted(4, 1))
+    with start(model, config) as engine:
+        loss_of_step(engine)
+        weights = engine.full_state_dict()
+        engine.save_16bit_model(tmp_path)
+        assert engine.load_state_dict(weights | {"1._extra_state": {"calls": 7}}) == ([], [])
+        assert [layer.calls for layer in model] == [1, 7]
+    for saved in (weights, torch.load(tmp_path / "pytorch_model.bin", weights_only=True)):
+        plain[0].calls = 0
+        plain.load_state_dict(saved)
+        assert plain[0].calls == 1 and torch.equal(plain[0].weight, weights["0.weight"])
+
+
 def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:
     model = build("gpt2-zoo")
 
