@@ -33,7 +33,7 @@ class ModuleInit:
     """The initialisation of single modules of a model.
 
     Args:
-        model: the model. Its parameters may already be in the store, because their values are not used.
+        model: the model. Its parameters may get into the store later, because their values are not used.
         param_init_fn: initialises the parameters and buffers that a module itself has, in place; None: the model's own
             functions do.
         seed: the seed of all random numbers, the same on every rank.
@@ -43,6 +43,8 @@ class ModuleInit:
         self._model = model
         self._param_init_fn = param_init_fn
         self._seed = seed
+        # The dtypes in which the parameters were built, because a parameter that is in the store has another one.
+        self._dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
 
     @torch.no_grad()
     def tensors_of(self, fqn: str) -> Mapping[str, torch.Tensor]:
@@ -83,10 +85,10 @@ class ModuleInit:
         try:
             for name, parameter in parameters.items():
                 # A fresh parameter takes its place, because the parameter itself may already be in the store.
-                unset = _unset(parameter, again=again)
+                unset = _unset(parameter, self._dtypes[id(parameter)], again=again)
                 module._parameters[name] = nn.Parameter(unset, requires_grad=parameter.requires_grad)
             for name, buffer in buffers.items():
-                module._buffers[name] = _unset(buffer, again=again) if buffer.is_meta else buffer.clone()
+                module._buffers[name] = _unset(buffer, buffer.dtype, again=again) if buffer.is_meta else buffer.clone()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self._run(fqn, module)
             # The attributes are read again, because a function may have assigned other tensors.
@@ -125,9 +127,9 @@ class ModuleInit:
         return f"module {fqn or ROOT_NAME} ({type(module).__name__})"
 
 
-def _unset(tensor: torch.Tensor, *, again: bool) -> torch.Tensor:
-    """Return a CPU tensor of the same shape and dtype with a marker in each element."""
-    return torch.full(tensor.shape, _marker(tensor.dtype, again=again), dtype=tensor.dtype)
+def _unset(tensor: torch.Tensor, dtype: torch.dtype, *, again: bool) -> torch.Tensor:
+    """Return a CPU tensor of the same shape with a marker in each element."""
+    return torch.full(tensor.shape, _marker(dtype, again=again), dtype=dtype)
 
 
 def _has_marker(tensor: torch.Tensor, *, again: bool) -> torch.Tensor:

@@ -104,3 +104,17 @@ def test_booleans_and_integers_that_no_function_sets_are_named_and_any_value_may
     assert torch.equal(model.get_buffer("mask"), torch.tril(torch.ones(3, 3, dtype=torch.bool)))
     assert torch.equal(model.get_buffer("levels"), torch.zeros(3, dtype=torch.uint8))
     assert model.get_buffer("given").isnan().tolist() == [True, False]
+
+
+def test_values_are_drawn_in_the_dtype_of_the_model_also_when_its_parameters_have_got_another_one() -> None:
+    """A parameter has the dtype of the forward when it is in the store, and a lost store asks for its values again."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    values = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu")))
+    first = values.whole(list_parameters(model)[0])
+
+    for parameter in model.parameters():
+        parameter.data = torch.zeros(parameter.shape, dtype=torch.bfloat16)
+
+    assert torch.equal(values.whole(list_parameters(model)[0]), first)
+    assert not torch.equal(first, first.bfloat16().float())
