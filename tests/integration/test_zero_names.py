@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import trainer_client
 from tests.integration.support.model_runs import config_of
+from tests.integration.support.ranks import run_ranks
 from trainer_client import utils, zero
 from trainer_client.initial.deferred_init import recipe_of, replay
 from trainer_client.ops.adam import DeepSpeedCPUAdam
@@ -79,6 +81,12 @@ def test_values_that_were_changed_before_initialize_are_the_initial_ones(model_s
             assert not any(map(is_released, whole.module.parameters()))
             assert torch.equal(model.first.weight, loaded)
         assert is_released(model.blocks[1].weight)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
+def test_ranks_whose_group_takes_no_tensors_of_the_host_agree_on_values_before_initialize(backend: str) -> None:
+    """A script for GPUs may make its group with NCCL alone."""
+    run_ranks("tests.integration.support.early_ranks", 2, backend)
 
 
 def test_initialize_may_be_called_within_the_context(model_store: str, job: str) -> None:

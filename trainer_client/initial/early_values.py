@@ -6,10 +6,11 @@ It must never give memory to parameters that the caller has not named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer_client import comm
@@ -42,8 +43,7 @@ def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> 
             undone.callback(torch.utils.swap_tensors, parameter, other)
         yield
         if modifier_rank is not None:
-            for parameter in parameters:
-                _broadcast(parameter.detach(), modifier_rank)
+            _broadcast([parameter.detach() for parameter in parameters], modifier_rank)
             undone.pop_all()
 
 
@@ -53,13 +53,31 @@ def _agree_on_seeds(parameters: Iterable[torch.Tensor]) -> None:
     for recorder in {id(recipe.recorder): recipe.recorder for recipe in recipes}.values():
         if not recorder.is_fixed:
             seed = torch.tensor([recorder.seed])
-            _broadcast(seed, 0)
+            _broadcast([seed], 0)
             recorder.reseed(int(seed))
             recorder.fix()
 
 
-def _broadcast(tensor: torch.Tensor, source: int) -> None:
-    """Overwrite every rank's `tensor` with that of rank `source`."""
-    if comm.get_world_size() > 1:
+def _broadcast(tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Overwrite every rank's tensors, which are in host memory, with those of rank `source`."""
+    if tensors and comm.get_world_size() > 1:
         comm.init_distributed(verbose=False)
-        comm.broadcast(tensor, src=source)
+        with _host_group() as group:
+            for tensor in tensors:
+                comm.broadcast(tensor, src=source, group=group)
+
+
+@contextmanager
+def _host_group() -> Iterator[comm.ProcessGroup | None]:
+    """Yield a group of all ranks that exchanges tensors in host memory. All ranks must call this.
+
+    None is the script's own group, which need not do so: one of NCCL alone takes tensors of GPUs only.
+    """
+    if "cpu:" in dist.get_backend_config():
+        yield None
+        return
+    group = comm.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        comm.destroy_process_group(group)
