@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ from trainer_client.model.tile import Tile, TileWeight
 # The attribute of a module that computes with tiles.
 _LAYER = "_paramserver_tiled"
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+# A forward in tiles, whose argument has the name that it has in the class.
+Forward = Callable[..., torch.Tensor]
 
 
 class TiledLayer:
@@ -58,12 +60,12 @@ class TiledLayer:
         """Have the module compute with its tiles, until `remove`."""
         tiled, whole = _FORWARDS[_kind_of(self.module)](self), self.module.forward
 
-        def forward(input: torch.Tensor) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             # The whole weight may have been changed since it was shown, and it becomes the tiles' afterwards. Gradients
             # are those of the tiles, so a forward that trains computes with them.
             if isinstance(self._whole, ReleasedParameter) or torch.is_grad_enabled():
-                return tiled(input)
-            output: torch.Tensor = whole(input)
+                return tiled(*args, **kwargs)
+            output: torch.Tensor = whole(*args, **kwargs)
             return output
 
         # nn.Module finds its forward as an attribute of the object, so the class stays as it is.

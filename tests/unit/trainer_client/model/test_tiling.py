@@ -188,6 +188,25 @@ def test_a_tiled_embedding_has_the_bits_of_the_whole_one(padding: int | None) ->
         parts(tokens + 50)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name", "inputs"),
+    [
+        (nn.Linear(24, 50), "input", torch.ones(3, 24)),
+        (Conv1D(50, 24), "x", torch.ones(3, 24)),
+        (nn.Embedding(50, 24), "input", torch.arange(50)),
+    ],
+)
+def test_the_argument_of_a_tiled_layer_has_the_name_that_it_has_in_the_class(
+    layer: nn.Module, name: str, inputs: torch.Tensor
+) -> None:
+    expected = layer(**{name: inputs})
+    tiled(layer, 16)
+
+    torch.testing.assert_close(layer(**{name: inputs}), expected, **CLOSE)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        layer(unknown=inputs)
+
+
 def test_a_copy_of_a_tiled_layer_computes_with_a_weight_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(24, 50, bias=False))
     weights = tiled(model[0], 16)
