@@ -357,7 +357,8 @@ class Runs(Generic[MemberT]):
         """Vote for a step as one rank. Once all have voted and it is committed, return whether it is durable.
 
         Raises:
-            ConflictError: it is not the next step, or another rank votes for another step.
+            ConflictError: it is not the next step, or another rank votes for another step, or ranks on other nodes may
+                not have the newest step yet.
             StepAbortedError: a rank has gone.
             StorageError: an update of the step failed.
         """
@@ -367,6 +368,7 @@ class Runs(Generic[MemberT]):
         # The step is checked before the vote is recorded, because a vote for a wrong step would keep the ranks from
         # voting for the right one.
         job.open_pending(step)
+        _check_settled(run, job, rank, step, settled)
         if run.vote is None:
             run.vote = Vote(step, unlogged(asyncio.get_running_loop().create_future()))
         vote = run.vote
@@ -511,6 +513,23 @@ class Runs(Generic[MemberT]):
         if await self._discard_left(name):
             discarded = "the unfinished copy was discarded, because no attempt went on with it"
             self._events.add(EventKind.JOB, name, discarded)
+
+
+def _check_settled(run: Run[MemberT], job: Job, rank: int, step: int, settled: int) -> None:
+    """Check that all ranks have the newest committed step, as far as the rank that votes for the next one knows.
+
+    The store keeps every step that ranks on other nodes may not have replaced yet. Budgets and quotas have room for one
+    such step beside the newest one, so a `settled_step` that never rose would use up the room of other jobs.
+
+    Raises:
+        ConflictError: they may not have it.
+    """
+    newest = 0 if job.newest is None else job.newest
+    if run.spec.local_ranks < run.spec.world_size and settled < newest:
+        raise ConflictError(
+            f"rank {rank} votes for step {step} of job {job.spec.name!r} with settled_step {settled}, and the "
+            f"newest step is {newest}; vote when all ranks on all nodes have committed that step, and pass it"
+        )
 
 
 def _end_vote(run: Run[MemberT], error: StepAbortedError) -> None:

@@ -63,7 +63,7 @@ def following(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def two_nodes(clients: Clients, job: str) -> Rank:
-    """Return a rank of a job of two nodes. The other one has committed nothing yet, so all steps are retained."""
+    """Return a rank of a job of two nodes, of whose steps the store keeps the newest two."""
     rank = clients.rank(Layout(name=job, precision=DType.BFLOAT16))
     rank.open(world_size=2)
     rank.register()
@@ -87,7 +87,7 @@ def test_versions_names_retained_kept_and_read_steps_with_their_bytes(
     admin(daemon.address, "keep", job, "two", "--step", "2")
     rank.call("OpenReader", job=job, step=1)
     rank.hand_over(3)
-    rank.commit(3, settled_step=2)
+    rank.commit(3)
     steps = {step["step"]: step for step in admin_json(daemon.address, "versions", job)["steps"]}
     assert list(steps) == [1, 2, 3]
     assert {number: step["retained"] for number, step in steps.items()} == {1: False, 2: True, 3: True}
@@ -240,29 +240,29 @@ def test_a_job_is_rolled_back_to_a_retained_step_when_no_rank_has_it(
     rank = two_nodes(clients, job)
     rank.train(1, 3)
     attached = f"job '{job}' has 1 sessions attached; stop its trainers first"
-    assert attached in CliRunner().invoke(app, ["rollback", job, "1", "--yes"], env=address_of(daemon)).output
+    assert attached in CliRunner().invoke(app, ["rollback", job, "2", "--yes"], env=address_of(daemon)).output
     rank.assert_at(3)
     rank.close()
-    assert "does not hold step 9; it holds: 0, 1, 2, 3" in (
+    assert "does not hold step 9; it holds: 2, 3" in (
         CliRunner().invoke(app, ["rollback", job, "9", "--yes"], env=address_of(daemon)).output
     )
-    question = CliRunner().invoke(app, ["rollback", job, "1"], env=address_of(daemon), input="n\n")
+    question = CliRunner().invoke(app, ["rollback", job, "2"], env=address_of(daemon), input="n\n")
     assert question.exit_code == 1 and "This cannot be undone." in question.output
-    assert [step["step"] for step in admin_json(daemon.address, "versions", job)["steps"]] == [0, 1, 2, 3]
+    assert [step["step"] for step in admin_json(daemon.address, "versions", job)["steps"]] == [2, 3]
 
-    assert f"rolled job {job} back from step 3 to step 1" in admin(daemon.address, "rollback", job, "1", "--yes")
-    assert [step["step"] for step in admin_json(daemon.address, "versions", job)["steps"]] == [0, 1]
+    assert f"rolled job {job} back from step 3 to step 2" in admin(daemon.address, "rollback", job, "2", "--yes")
+    assert [step["step"] for step in admin_json(daemon.address, "versions", job)["steps"]] == [2]
     again = clients.rank(rank.layout, run_id="another run")
-    assert again.open(pb.RESUME_POLICY_MUST, world_size=2)[-1].step == 1
+    assert again.open(pb.RESUME_POLICY_MUST, world_size=2)[-1].step == 2
     again.register()
-    again.assert_at(1)
-    again.train(2, 2)
     again.assert_at(2)
+    again.train(3, 3)
+    again.assert_at(3)
     entries = [entry for entry in audited(daemon) if entry["arguments"].get("job") == job]
     assert [(entry["verb"], entry["arguments"]["step"]) for entry in entries] == [
-        ("RollBackJob", "1"),
+        ("RollBackJob", "2"),
         ("RollBackJob", "9"),
-        ("RollBackJob", "1"),
+        ("RollBackJob", "2"),
     ]
     assert entries[0]["result"] == f"FAILED_PRECONDITION: {attached}"
     assert entries[1]["result"].startswith("NOT_FOUND: ") and entries[2]["result"] == "OK"

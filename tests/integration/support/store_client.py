@@ -213,7 +213,8 @@ class Rank(Client):
         self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update], **how)
 
     def commit(self, step: int, **fields: Any) -> bool:
-        """Vote for the commit of a step, and return whether the step is durable."""
+        """Vote for the commit of a step, and return whether it is durable. All ranks have the step before."""
+        fields.setdefault("settled_step", max(0, step - 1))
         response = self.call("CommitStep", step=step, client_state=f"{self.rank}:{step}".encode(), **fields)
         return bool(response.durable)
 

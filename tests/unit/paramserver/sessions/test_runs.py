@@ -255,6 +255,20 @@ async def test_no_more_ranks_attach_than_a_commit_waits_for(tmp_path: Path) -> N
         await join(sessions, third, spec, "another run", rank=2)
 
 
+async def test_steps_that_other_nodes_may_lack_do_not_add_up(tmp_path: Path) -> None:
+    """The store keeps all steps from the settled one on, so they would take up all its room if that never rose."""
+    async with serving(tmp_path) as (engine, sessions):
+        session = connect(sessions)
+        job = await join(sessions, session, replace(LAYOUT.job(), world_size=2))
+        await engine.register(job, [LAYOUT.group(name) for name in LAYOUT.groups])
+        await stage_all(engine, sessions, session, LAYOUT)
+        await sessions.vote(session, 1, b"", 0)
+        with pytest.raises(ConflictError, match="with settled_step 0, and the newest step is 1; vote when all ranks"):
+            await sessions.vote(session, 2, b"", 0)
+        await sessions.vote(session, 2, b"", 1)
+        assert list(job.retained) == [1, 2]
+
+
 async def test_a_roll_back_ends_the_vote_of_another_rank_whose_work_it_discards(tmp_path: Path) -> None:
     async with serving(tmp_path) as (engine, sessions):
         store, (first, second) = service(engine, sessions), await two_ranks(engine, sessions)
