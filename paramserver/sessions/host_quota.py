@@ -9,9 +9,11 @@ kept.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
@@ -26,6 +28,10 @@ from storage.versions import Job
 # A waiting request looks again at this interval. Waking it would need a signal from every place that can make room, and
 # only the requests of jobs at their quota wait here.
 LOOK_AGAIN_SECONDS = 0.02
+# A look that found no room is followed by a pause for all requests of its job, so many times as long as the look took,
+# and as often again for each further job with waiting requests. So all looks together take at most a twentieth of the
+# event loop's time, however many requests wait and however many leases their jobs have.
+PAUSE_OF_A_LOOK = 19
 
 
 def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
@@ -65,6 +71,8 @@ class HostQuota:
         self._engine = engine
         self._leases_of = leases_of
         self._being_granted: Counter[str] = Counter()
+        # The lock of each job that has waiting requests. A request holds it while it looks.
+        self._looking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def must_park(self, principal: Principal, job: Job) -> bool:
         """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
@@ -103,29 +111,48 @@ class HostQuota:
                 del self._being_granted[name]
 
     async def _wait_for_room(self, job: Job, limits: Sequence[Limit], needed: int) -> None:
-        scopes = [(limit, self._covered(limit, job)) for limit in limits]
-        homes = [sum(map(_home_bytes, jobs)) for _, jobs in scopes]
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._engine.config.admission_timeout_seconds
+        covered = [(limit, self._covered(limit, job)) for limit in limits]
+        scopes = [(limit, jobs, sum(map(_home_bytes, jobs))) for limit, jobs in covered]
+        deadline = asyncio.get_running_loop().time() + self._engine.config.admission_timeout_seconds
+        if self._has_room(scopes, needed, deadline):
+            return
+        looking = self._looking.setdefault(job.spec.name, asyncio.Lock())
         while True:
-            # Each round checks all limits, because while this waits for room under one limit, another limit may be
-            # reached.
-            for (limit, jobs), home in zip(scopes, homes, strict=True):
-                assert limit.host_bytes is not None
-                taken = sum(map(self._taken, jobs))
-                if home + taken + needed <= limit.host_bytes:
-                    continue
-                if home + needed > limit.host_bytes or loop.time() > deadline:
-                    raise BudgetExceededError(
-                        f"{limit.what}, host_bytes = {limit.host_bytes}, has no room for {needed} bytes: {home} are "
-                        f"placed on the host, {taken} are leased or being applied; return leases sooner, place less on "
-                        "the host, or raise it in the daemon's `quotas`"
-                    )
-                self._engine.gradients.relieve_jobs({each.spec.name for each in jobs})
-                break
-            else:
-                return
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            async with looking:
+                began = time.thread_time()
+                if self._has_room(scopes, needed, deadline):
+                    return
+                await asyncio.sleep(PAUSE_OF_A_LOOK * len(self._looking) * (time.thread_time() - began))
+
+    def _has_room(self, scopes: Iterable[tuple[Limit, Sequence[Job], int]], needed: int, deadline: float) -> bool:
+        """Return whether all limits have room for a lease of `needed` bytes. If one has not, begin to make room.
+
+        This checks all limits each time, because while a request waits for room under one limit, another limit may be
+        reached.
+
+        Args:
+            scopes: each limit, the jobs that it covers, and the bytes of their slabs that are placed on the host.
+            needed: the size of the lease.
+            deadline: the time of the event loop until which the request waits.
+
+        Raises:
+            BudgetExceededError: see `room_for`.
+        """
+        for limit, jobs, home in scopes:
+            assert limit.host_bytes is not None
+            taken = sum(map(self._taken, jobs))
+            if home + taken + needed <= limit.host_bytes:
+                continue
+            if home + needed > limit.host_bytes or asyncio.get_running_loop().time() > deadline:
+                raise BudgetExceededError(
+                    f"{limit.what}, host_bytes = {limit.host_bytes}, has no room for {needed} bytes: {home} are "
+                    f"placed on the host, {taken} are leased or being applied; return leases sooner, place less on "
+                    "the host, or raise it in the daemon's `quotas`"
+                )
+            self._engine.gradients.relieve_jobs({each.spec.name for each in jobs})
+            return False
+        return True
 
     def _covered(self, limit: Limit, job: Job) -> list[Job]:
         """Return the jobs that a limit covers, with `job` itself in the layout that its ranks use.
