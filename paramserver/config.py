@@ -177,7 +177,9 @@ class DaemonConfig(BaseModel):
         "directory",
     )
     audit_log_bytes: Size = Field(
-        default=ByteSize(16 << 20), ge=64 << 10, description="most bytes of that file and its predecessor"
+        default=ByteSize(16 << 20),
+        ge=64 << 10,
+        description="most bytes of that file and its predecessor, and of the two of tokens of jobs",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -371,6 +373,12 @@ class DaemonConfig(BaseModel):
     def audit_path(self) -> Path:
         """The absolute path of the audit log."""
         return (self.audit_log or self.state_dir / "audit.jsonl").absolute()
+
+    @property
+    def jobs_audit_path(self) -> Path:
+        """The absolute path of the audit log for calls with tokens of jobs."""
+        path = self.audit_path
+        return path.with_name(f"{path.stem}.jobs{path.suffix}")
 
     @property
     def arena_socket_path(self) -> Path:

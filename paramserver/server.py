@@ -244,7 +244,7 @@ async def _serve(
     checked.add(
         STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, lending, access, quotas, traces)
     )
-    audit = Audit(_audit_log(config), events)
+    audit = Audit(*_audit_logs(config), events)
     tell_ready = partial(_tell_ready, health_service)
     parts = AdminParts(
         engine=engine,
@@ -355,14 +355,23 @@ async def _start(
     log.info("health service at %s", health_address)
 
 
-def _audit_log(config: DaemonConfig) -> AuditLog:
-    """Return the audit log, once its file is there. Raise ConfigError if it cannot be written."""
-    audit_log = AuditLog(config.audit_path, config.audit_log_bytes)
-    try:
-        audit_log.check()
-    except OSError as error:
-        raise ConfigError(f"audit_log = {config.audit_path}: the file cannot be written: {error.strerror}") from error
-    return audit_log
+def _audit_logs(config: DaemonConfig) -> tuple[AuditLog, AuditLog]:
+    """Return the audit logs for operators and for tokens of jobs, once their files are there.
+
+    Without a `token_file` all callers are operators, so the second one gets no file.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    of_operators = AuditLog(config.audit_path, config.audit_log_bytes)
+    of_jobs = AuditLog(config.jobs_audit_path, config.audit_log_bytes)
+    for audit_log in [of_operators] if config.token_file is None else [of_operators, of_jobs]:
+        try:
+            audit_log.check()
+        except OSError as error:
+            text = f"audit_log = {config.audit_path}: {audit_log.path.name} cannot be written: {error.strerror}"
+            raise ConfigError(text) from error
+    return of_operators, of_jobs
 
 
 def _listen(server: grpc.aio.Server, config: DaemonConfig, credentials: grpc.ServerCredentials | None) -> None:

@@ -1,4 +1,4 @@
-"""The record of the calls that destroy or stop something: each becomes a line of the audit log and an event.
+"""The record of the calls that destroy or stop something: each becomes a line of an audit log and an event.
 
 This module owns nothing. It must never change what a call does, or what its caller gets.
 """
@@ -15,7 +15,7 @@ from paramserver.events import EventKind, EventLog
 from paramserver.process.audit_log import AuditLog
 from paramserver.rpc.status import finished, status_code
 from paramserver.security.gate import Context, RefusedError
-from paramserver.security.principals import Principal
+from paramserver.security.principals import Principal, Role
 from storage.errors import StorageError
 
 ResultT = TypeVar("ResultT")
@@ -28,8 +28,17 @@ MAX_TEXT = 1024
 class Audit:
     """The audit of one daemon."""
 
-    def __init__(self, log: AuditLog, events: EventLog) -> None:
-        self._log = log
+    def __init__(self, of_operators: AuditLog, of_jobs: AuditLog, events: EventLog) -> None:
+        """Make the audit.
+
+        Args:
+            of_operators: gets the calls with tokens of admins.
+            of_jobs: gets all other calls, so that no holder of a token of jobs can push out the lines of operators with
+                many calls.
+            events: gets all calls.
+        """
+        self._of_operators = of_operators
+        self._of_jobs = of_jobs
         self._events = events
 
     async def call(
@@ -74,4 +83,5 @@ class Audit:
                 "result": result[:MAX_TEXT],
             }
             self._events.add(EventKind.ADMIN, verb, f"{principal.name} from {peer}: {arguments}: {result[:MAX_TEXT]}")
-            await self._log.note(entry)
+            log = self._of_operators if principal.role is Role.ADMIN else self._of_jobs
+            await log.note(entry)

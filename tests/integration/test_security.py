@@ -150,16 +150,21 @@ def test_the_admin_service_is_for_admins(guarded: Guarded, others: Rank) -> None
 def test_what_is_destroyed_is_recorded_with_the_name_of_the_token_and_never_with_a_token(guarded: Guarded) -> None:
     rank = Rank(guarded.address, Layout(name="bob", numels=(16,), groups=("a",)), channel=guarded.channel("bob"))
     rank.begin().close()
+    with guarded.channel("bob") as channel, refused(CODE.NOT_FOUND, "none"):
+        request = admin_pb.ForgetStepRequest(job="bob", name="none")
+        admin_grpc.StoreAdminStub(channel).ForgetStep(request, timeout=CALL_SECONDS)
     for token in ("bob", "operator"):
         with guarded.channel(token) as channel, contextlib.suppress(grpc.RpcError):
             admin_grpc.StoreAdminStub(channel).DeleteJob(admin_pb.DeleteJobRequest(job="bob"), timeout=CALL_SECONDS)
-    text = (guarded.directory / "state/audit.jsonl").read_text()
+    of_jobs, text = ((guarded.directory / f"state/{name}").read_text() for name in ("audit.jobs.jsonl", "audit.jsonl"))
     # The token of bob may not delete jobs, so its call was refused before it became one that destroys something.
     entry = json.loads(text.splitlines()[-1])
     assert (entry["principal"], entry["verb"], entry["arguments"]) == ("operator", "DeleteJob", {"job": "bob"})
     assert entry["result"] == "OK" and entry["peer"].startswith("ipv4:127.0.0.1:")
     assert '"bob", "peer"' not in text
-    assert not [name for name, secret in guarded.tokens.items() if secret in text]
+    forgotten = json.loads(of_jobs.splitlines()[-1])
+    assert (forgotten["principal"], forgotten["verb"]) == ("bob", "ForgetStep")
+    assert not [name for name, secret in guarded.tokens.items() if secret in text + of_jobs]
 
 
 def test_another_job_is_refused_alike_whether_or_not_it_exists(guarded: Guarded, others: Rank) -> None:
