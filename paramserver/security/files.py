@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 # A file's inode, size and time of the last change; a new file or new contents change at least one of them.
@@ -22,7 +23,7 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     Raises:
         OSError: the file cannot be written, or this user may not give it the owner and the group that it had.
     """
-    path = path.resolve()
+    path = target_of(path)
     former = _status(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -38,6 +39,18 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def target_of(path: Path) -> Path:
+    """Return the path of a file that need not exist, without symbolic links.
+
+    Raises:
+        OSError: the links form a loop, or the file cannot be examined.
+    """
+    with suppress(FileNotFoundError):
+        # This raises for a loop. There, `resolve` raises RuntimeError with Python 3.11 and 3.12, and nothing with 3.13.
+        path.stat()
+    return path.resolve()
 
 
 def _sync_directory(directory: Path) -> None:

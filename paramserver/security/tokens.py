@@ -26,7 +26,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 
 from paramserver.errors import ConfigError
 from paramserver.process.background import repeat
-from paramserver.security.files import fingerprint, replace_file
+from paramserver.security.files import fingerprint, replace_file, target_of
 from paramserver.security.principals import Principal, Role
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def _alone(path: Path) -> Iterator[None]:
     The file itself cannot be locked, because each command replaces it. If `path` is a symbolic link, the directory is
     that of the file which the link names, because another command may name the file itself.
     """
-    descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(target_of(path).parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

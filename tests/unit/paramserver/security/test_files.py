@@ -8,7 +8,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paramserver.cli import app
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token, read_entries, remove_token
@@ -47,6 +49,16 @@ def test_a_token_that_is_removed_through_a_symbolic_link_is_removed_from_the_fil
     remove_token(link, "stolen")
     assert [entry.name for entry in read_entries(target)] == ["other"]
     assert link.is_symlink() and list(target.parent.iterdir()) == [target]
+
+
+def test_symbolic_links_that_form_a_loop_are_refused_in_one_line(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    for arguments in (["add", str(first), "--name", "ops", "--admin"], ["remove", str(first), "--name", "ops"]):
+        result = CliRunner().invoke(app, ["tokens", *arguments])
+        assert result.exit_code == 1 and "Too many levels of symbolic links" in result.output
+    assert first.is_symlink() and second.is_symlink()
 
 
 def test_a_removed_token_does_not_come_back_after_a_loss_of_power(
