@@ -124,6 +124,8 @@ class _Passage:
     target: Region | None
     # The copy of the old bytes, if the kernel works on another one.
     before: HostCopy | None = None
+    # The step of the bytes that `copy` still has if the update fails; None once a kernel may have changed them.
+    kept_step: int | None = None
     # True while the update waits for another one, so that the copy can be evicted.
     evictable: bool = False
 
@@ -221,7 +223,7 @@ class Transformer:
         """Give every slab of the group a new version.
 
         On an error the slabs keep their old versions, but a host copy that the kernel worked on loses its bytes, even
-        if they were nowhere else.
+        if they were nowhere else. It keeps them if the error came before the kernel was called.
 
         Raises:
             BudgetExceededError: there is no room for the new versions.
@@ -295,6 +297,7 @@ class Transformer:
         undo.callback(self._release_source, passage)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
+            passage.kept_step = copy.step if is_newest else None
             self._host_cache.pin_to_write(copy)
             undo.callback(self._release_copy, passage)
         if not is_newest:
@@ -353,9 +356,10 @@ class Transformer:
             self._backing.free(passage.source)
 
     def _release_copy(self, passage: _Passage) -> None:
-        """Release the half-written copy of an update that failed. A finished passage has no copy left to release."""
+        """Release the copy of an update that failed. A finished passage has no copy left to release."""
         self._pin_again([passage])
         if passage.copy is not None:
+            passage.copy.step = passage.kept_step
             self._host_cache.unpin(passage.slab, passage.copy)
 
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
@@ -536,6 +540,7 @@ class _MappedSlab(_Mapped):
 
     def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
         super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
+        self.passage = passage
         self.kind = passage.slab.key.kind
         self.target = passage.target
         # The old bytes, if they are not in `tensor`.
@@ -594,6 +599,9 @@ class _Parts:
                     region.verify(offset, buffer)
             except DamagedBlockError:
                 return first
+            for m in self._mapped:
+                # The kernel changes the copy that it works on.
+                m.passage.kept_step = None
             tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
             for m in self._mapped:
                 if m.begins_as_zeros:

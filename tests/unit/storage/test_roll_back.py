@@ -15,7 +15,7 @@ from storage import failpoints
 from storage.catalog.records import RolledBack
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
 from storage.failpoints import Failpoint
-from storage.shard import DType, Kind
+from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
 from tests.unit.storage.builders import ON_HOST, ROOM_FOR_TILED, TILED, Fault, Layout, Training, held, opened, quiesce
 from tests.unit.storage.crashes import assert_survives_a_crash
@@ -361,6 +361,28 @@ async def test_a_step_of_which_an_update_has_failed_costs_no_bytes_in_host_memor
             with pytest.raises(DeviceError, match="the kernel failed"):
                 await training.commit(2)
         await engine.roll_back(job, 1)
+        await training.assert_at(1)
+        await training.step()
+        await training.assert_at(2)
+
+
+@pytest.mark.parametrize("every_steps", [0, 2])
+async def test_an_update_that_fails_before_it_changes_a_byte_costs_none_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int
+) -> None:
+    """A device that fails, or is full, fails the updates of all groups before their kernels begin."""
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(every_steps=every_steps, weights=TierName.HOST)).begin()
+        await training.step()
+        await quiesce(engine)
+        await engine.upkeep.evict_copies()
+        reads = Fault(monkeypatch, "read_exact")
+        reads.fail(DeviceError("input/output error"))
+        await training.hand_over()
+        with pytest.raises(DeviceError, match="input/output error"):
+            await training.commit(2)
+        reads.heal()
+        await engine.roll_back(training.job, 1)
         await training.assert_at(1)
         await training.step()
         await training.assert_at(2)
