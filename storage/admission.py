@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +19,7 @@ from storage.gradients import Activation, Gradient, Gradients
 from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
 from storage.reader import StepReader
+from storage.shard import TierName
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, Region
@@ -97,6 +99,8 @@ class Admission:
     def _need(self, tier: BackingTier[Any], host_budget_bytes: int | None = None) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
+        Versions that are being written are in use.
+
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
         slab, and then only the reader or the kept step holds them. So are gradients that are placed on NVMe, all
@@ -122,7 +126,8 @@ class Admission:
         for job in active:
             if kept := self.kept_regions([job.spec.name]):
                 shared |= kept & {r for slab in job.slabs() for r in slab.versions.values() if r.tier is tier}
-        return sum(region.nbytes for region in shared) + sum(_need(job, tier) for job in active) + spills
+        versions = sum(_need(job, tier) - job.tally.filling_bytes(tier.name, _wanted(job, tier)) for job in active)
+        return sum(region.nbytes for region in shared) + versions + spills
 
     def _holds_all_gradients(self, host_budget_bytes: int | None = None) -> bool:
         """Return whether a host budget, by default the present one, has room for all gradients of a step."""
@@ -353,10 +358,13 @@ class Admission:
 
 
 def _need(job: Job, tier: BackingTier[Any]) -> int:
-    """Return the bytes of a tier that the slabs of a job will need besides their present versions."""
-    return job.tally.missing_bytes(
-        tier.name, lambda backing: versions_needed(job.spec, backing, tier.name, is_durable=tier.is_durable)
-    )
+    """Return the bytes of a tier that the slabs of a job will need besides their complete versions."""
+    return job.tally.missing_bytes(tier.name, _wanted(job, tier))
+
+
+def _wanted(job: Job, tier: BackingTier[Any]) -> Callable[[TierName | None], int]:
+    """Return a function of a slab's backing tier that returns how many versions of it the job needs on a tier."""
+    return partial(versions_needed, job.spec, tier=tier.name, is_durable=tier.is_durable)
 
 
 def _has_copies(job: Job) -> bool:

@@ -77,7 +77,8 @@ class CopyWrites:
         self._host_cache.pin(copy)
         try:
             async with self._durable.new_version(slab.nbytes, slab.label(version)) as region:
-                await self._durable.write_from(region, 0, self._host.view(copy.arena_range))
+                with slab.filling(region):
+                    await self._durable.write_from(region, 0, self._host.view(copy.arena_range))
                 if not _has(slab, version):
                     raise _discarded(slab, version)
                 slab.add_version(version, region)

@@ -606,6 +606,7 @@ class Engine:
                 if slab.backing is not None:
                     new = self.backing.new_version(slab.backing, slab.nbytes, slab.label(step))
                     region = await filling.enter_async_context(new)
+                    filling.enter_context(slab.filling(region))
                     await region.tier.write_from(region, 0, self.host.view(pin.arena_range))
                     if step in slab.versions:
                         # The bytes that were published before are freed below. A commit that failed may name them

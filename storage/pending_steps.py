@@ -158,8 +158,9 @@ class PendingSteps:
         await slab.unclaimed()
         if slab.backing is not None:
             async with self._backing.new_version(slab.backing, slab.nbytes, slab.label(step)) as region:
-                await region.tier.write_from(region, 0, self._host.view(staged))
-                slab.add_version(step, region)
+                with slab.filling(region):
+                    await region.tier.write_from(region, 0, self._host.view(staged))
+                    slab.add_version(step, region)
         slab.latest = step
         # The staged range replaces the copy. Readers that have pinned the old copy keep it.
         self._host_cache.free_copy(slab)

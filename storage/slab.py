@@ -10,7 +10,8 @@ import asyncio
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from storage.errors import ConflictError, DataLossError, NotFoundError
@@ -74,6 +75,9 @@ class Tally:
     # The same bytes, but only of slabs with versions on a backing tier, by (Slab.backing, that tier, number of
     # versions).
     by_versions: Counter[tuple[TierName | None, TierName, int]] = field(default_factory=Counter)
+    # Bytes of the regions that are being filled with a further version, by (Slab.backing, tier of the region, number of
+    # versions that the slab had on that tier before).
+    being_filled: Counter[tuple[TierName | None, TierName, int]] = field(default_factory=Counter)
     # Bytes of the slabs that are placed in the host tier, and bytes of all gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
@@ -114,6 +118,14 @@ class Tally:
             if on is tier:
                 missing[backing] -= min(count, wanted(backing)) * nbytes
         return missing.total()
+
+    def filling_bytes(self, tier: TierName, wanted: Callable[[TierName | None], int]) -> int:
+        """Return the bytes that are being filled on a tier with versions that `missing_bytes` still counts."""
+        return sum(
+            nbytes
+            for (backing, on, count), nbytes in self.being_filled.items()
+            if on is tier and count < wanted(backing)
+        )
 
     def add(self, group: Group) -> None:
         """Add a registered group and its slabs to the sums."""
@@ -255,6 +267,17 @@ class Slab:
             by_versions[self.backing, tier, count] -= self.paged_bytes
         if count + more:
             by_versions[self.backing, tier, count + more] += self.paged_bytes
+
+    @contextmanager
+    def filling(self, region: Region) -> Iterator[None]:
+        """Count a region in the tally while the block fills it with a version, so that no room is reserved for it."""
+        tier = region.tier.name
+        key = self.backing, tier, sum(one.tier.name is tier for one in self.versions.values())
+        self.tally.being_filled[key] += region.nbytes
+        try:
+            yield
+        finally:
+            self.tally.being_filled[key] -= region.nbytes
 
     @property
     def latest(self) -> int | None:

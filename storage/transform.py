@@ -305,6 +305,7 @@ class Transformer:
         if slab.backing is not None:
             new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
             passage.target = await undo.enter_async_context(new)
+            undo.enter_context(slab.filling(passage.target))
             if not slab.at_home_in_host:
                 before = None if slab.latest is None else slab.versions.get(slab.latest)
                 self._backing.begin_copy(passage.target, before, position if slab.key.kind is Kind.PARAM else NEVER)

@@ -450,6 +450,7 @@ async def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     assert all(account.is_balanced for account in accounts), accounts
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
     assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)
+    assert not any(job.tally.being_filled.total() for job in jobs)
     assert engine.host_cache.leased_bytes == 0
     assert engine.scratch.nbytes == 0
     assert engine.gradients.spilled_bytes == engine.gradients.parked_bytes == 0

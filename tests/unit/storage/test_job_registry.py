@@ -22,7 +22,17 @@ from storage.errors import (
 )
 from storage.gradients import Gradient
 from storage.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
-from tests.unit.storage.builders import ON_HOST, Layout, Training, engine_config, held, opened, quiesce
+from tests.unit.storage.builders import (
+    ON_HOST,
+    Layout,
+    Training,
+    engine_config,
+    held,
+    held_up,
+    opened,
+    quiesce,
+    waiting_for,
+)
 
 LAYOUT = Layout(precision=DType.BFLOAT16)
 
@@ -104,6 +114,21 @@ async def test_jobs_in_use_share_the_budgets(tmp_path: Path) -> None:
         await first.commit(0)
         await first.step()
         await first.assert_at(1)
+
+
+async def test_versions_that_are_being_written_are_not_reserved_once_more(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 << 20) as engine:
+        first = await Training(engine, replace(LAYOUT, name="first")).begin()
+        engine.nvme.budget_bytes = 4 * first.version_bytes
+        with held_up() as (begun, go_on):
+            await first.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            second = await Training(engine, replace(LAYOUT, name="second")).begin()
+            go_on.set()
+            await first.commit(1)
+        await second.step()
+        for training in (first, second):
+            await training.assert_at(1)
 
 
 @asynccontextmanager
