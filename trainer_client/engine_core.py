@@ -158,14 +158,18 @@ class EngineCore(EngineGetters):
             self._commits.abandon()
             self._store.close()
 
+    @property
+    def _is_within_step(self) -> bool:
+        """Whether a forward or a backward pass was run since the last step."""
+        return self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
+
     def _client_state(self) -> bytes:
         """Return what the next commit carries for this rank: the state at the end of the last step.
 
         Where a step is under way, this is the state that it began with, because a run that goes on from the commit
         begins the step anew. If that was not encoded, the generators and buffers are those of this moment.
         """
-        is_within_step = self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
-        if is_within_step and (state := self._commits.state_of_last_step) is not None:
+        if self._is_within_step and (state := self._commits.state_of_last_step) is not None:
             return state
         progress = Progress(
             global_steps=self.global_steps,

@@ -220,7 +220,7 @@ class EngineStates(EngineCore):
         retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
 
         Between the micro-batches of a step, the checkpoint has the state at the end of the last step, and no gradients:
-        a run that loads it begins the step anew.
+        a run that loads it begins the step anew. Only buffers beyond 256 KiB have the values of the save then.
 
         Args:
             save_dir: directory of the checkpoints, made if need be. Rank 0 writes there. "" and None are refused.
@@ -258,6 +258,7 @@ class EngineStates(EngineCore):
             user_state=client_state,
             metric=None if metric is None else float(metric),
             save_latest=save_latest,
+            is_within_step=self._is_within_step,
         )
         return True
 

@@ -19,7 +19,9 @@ from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
 from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError
 from trainer_client.exchange.export import Format, export_step
+from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run.checkpoint_files import MANIFEST
+from trainer_client.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 
 @pytest.fixture
@@ -124,6 +126,42 @@ def test_a_checkpoint_within_a_step_needs_no_commit_of_each_step(address: str, j
         assert (engine.global_steps, engine.micro_steps) == (3, 6)
         weights["seen"] = engine.module.get_buffer("seen").clone()
         assert_equal_weights(engine, weights)
+
+
+def test_a_checkpoint_has_all_buffers(address: str, job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class WithStatistics(Net):
+        """A net with a buffer for which a commit has no room."""
+
+        statistics: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("statistics", torch.zeros(MAX_BUFFER_BYTES))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.statistics += hidden.float().mean()
+            return super().forward(hidden) + self.statistics[-1]
+
+    with start(config_of(address, job), WithStatistics()) as engine:
+        list(steps(engine, SAVED_AT))
+        engine.save_checkpoint(tmp_path)
+        at_save = engine.full_state_dict()
+        assert "the values of this moment" not in caplog.text
+        losses = list(steps(engine, STEPS))
+        # Within a step, the buffer has the value of the save.
+        engine.backward(engine(batch(STEPS)))
+        engine.save_checkpoint(tmp_path, "within", save_latest=False)
+        assert "buffers have the values of this moment, and not those at the end of the last step" in caplog.text
+        within = engine.module.get_buffer("statistics").clone()
+        caplog.clear()
+    assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path)["statistics"], at_save["statistics"])
+    with start(config_of(address, f"{job}-new"), WithStatistics()) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert_equal_weights(engine, at_save)
+        assert list(steps(engine, STEPS)) == losses
+        engine.load_checkpoint(tmp_path, "within")
+        assert torch.equal(engine.module.get_buffer("statistics"), within)
+        assert "which stay" not in caplog.text
 
 
 def test_a_checkpoint_without_a_directory_is_refused(address: str, job: str) -> None:

@@ -94,6 +94,7 @@ class StoredModel:
     Attributes:
         job: the name of its job.
         step: the number of the step.
+        buffers: the model's buffers by name: those that the commit has, unless the caller knows more of them.
         left_out: names of a plain state dict that the store does not have, so that no export can have them.
         adapters: the configs of peft's adapters in JSON, by name.
     """
@@ -129,7 +130,7 @@ class StoredModel:
         self._aliases: dict[str, list[str]] = {}
         for alias, fqn in (model or {}).get("aliases", {}).items():
             self._aliases.setdefault(fqn, []).append(alias)
-        self._buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
+        self.buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
         self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
         self.adapters: Mapping[str, str] = (model or {}).get("adapters", {})
         # The sizes of small tensors that were planned and not read yet, by kind and name; and the small tensors that
@@ -156,7 +157,7 @@ class StoredModel:
                     aliases=tuple(self._aliases.get(tensor.fqn, ())),
                 )
             )
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.buffers.items():
             found.append(ModelTensor(name=name, shape=tuple(buffer.shape), dtype=buffer.dtype, kind=None, value=buffer))
         return found
 

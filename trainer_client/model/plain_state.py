@@ -9,7 +9,7 @@ keep a copy of a buffer: each commit has the values of its own moment.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,22 @@ class PlainState:
                 (self._buffers if name in known else self._foreign).append(name)
             elif fqn != name:
                 self._aliases[name] = fqn
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the entries of a plain state dict that are no parameters: buffers, and what modules add."""
+        return [*self._buffers, *self._foreign]
+
+    def larger_buffers(self, committed: Container[str]) -> dict[str, torch.Tensor]:
+        """Return the buffers of a plain state dict that a commit has no room for, by name. They are no copies.
+
+        Quantized and meta tensors are left out, because they have no plain bytes.
+
+        Args:
+            committed: the names of the buffers that the commit has.
+        """
+        buffers = {name: self._model.get_buffer(name).detach() for name in self._buffers if name not in committed}
+        return {name: buffer for name, buffer in buffers.items() if not buffer.is_quantized and not buffer.is_meta}
 
     def to_commit(self) -> dict[str, Any]:
         """Return what a commit carries.

@@ -92,8 +92,12 @@ class Checkpoints:
         user_state: Mapping[str, Any],
         metric: float | None,
         save_latest: bool,
+        is_within_step: bool,
     ) -> Path:
         """Keep the commit `step` in all stores, and write a manifest of it. All ranks must call this.
+
+        A run state has the buffers of a commit, which has room for small ones only. The other buffers are those of this
+        moment, so a warning names them if a step is under way.
 
         Returns:
             The directory of the checkpoint.
@@ -112,8 +116,20 @@ class Checkpoints:
 
         def keep() -> dict[str, Any]:
             encoded = files.encode_user_state(user_state)
-            buffers = client_state.encode(_buffers_in(run_state)).decode()
-            part = {"run_state": run_state.decode(), "client_state": encoded, "buffers": buffers}
+            committed = _buffers_in(run_state)
+            larger = self._plain.larger_buffers(committed)
+            if larger and is_within_step and self._collectives.rank == 0:
+                log.warning(
+                    "save_checkpoint() within a step: these buffers have the values of this moment, and not those at "
+                    "the end of the last step, because a commit has no room for them: %s; save between two steps if a "
+                    "forward changes them",
+                    ", ".join(larger),
+                )
+            part = {
+                "run_state": run_state.decode(),
+                "client_state": encoded,
+                "buffers": client_state.encode({**committed, **larger}).decode(),
+            }
             if self._leads_store:
                 answer = self._store.keep_step(step, name, note)
                 part["store"] = {"address": self._store.address, "state_dir": answer.state_dir}
@@ -295,7 +311,12 @@ class Checkpoints:
         if with_states and state["optimizer"] is not None:
             self._user.optimizer.check_settings(state["optimizer"])
         own = dict(self._user.module.named_buffers(remove_duplicate=False))
-        if rank == 0 and (left_out := self._plain.to_commit()["left_out"]):
+        buffers = {
+            name: value
+            for name, value in buffers.items()
+            if name in own and isinstance(value, torch.Tensor) and own[name].shape == value.shape
+        }
+        if rank == 0 and (left_out := [name for name in self._plain.names if name not in buffers]):
             log.warning("%s does not have these parts of the model, which stay: %s", path, ", ".join(left_out))
         return Loaded(
             path=path,
@@ -303,11 +324,7 @@ class Checkpoints:
             source=found,
             run_state=state,
             client_state=files.decode_user_state(manifest.client_states[rank if known else 0], path),
-            buffers={
-                name: value
-                for name, value in buffers.items()
-                if name in own and isinstance(value, torch.Tensor) and own[name].shape == value.shape
-            },
+            buffers=buffers,
         )
 
     def _on_all_ranks(self, what: str, act: Callable[[], Any]) -> list[Any]:

@@ -49,3 +49,8 @@ def test_names_and_buffers_are_those_of_the_state_dict() -> None:
     assert carried["left_out"] == ["_extra_state", "large"]
     assert torch.equal(carried["buffers"]["norm.running_mean"], model.state_dict()["norm.running_mean"])
     assert int(carried["buffers"]["norm.num_batches_tracked"]) == 1
+    # A checkpoint has the larger ones, too, unless they have no plain bytes.
+    model.register_buffer("without_values", torch.empty(MAX_BUFFER_BYTES, device="meta"))
+    plain = PlainState(model, list_parameters(model))
+    assert list(plain.larger_buffers(plain.to_commit()["buffers"])) == ["large"]
+    assert {"_extra_state", "large", "norm.running_mean", "without_values"} <= set(plain.names)

@@ -83,6 +83,7 @@ class Run:
             user_state={},
             metric=metric,
             save_latest=True,
+            is_within_step=False,
         )
 
     def can_load(self, directory: Path) -> bool:
