@@ -77,6 +77,33 @@ def test_a_loaded_model_leaves_its_engine_and_is_a_plain_one(
         assert torch.equal(loss, plain(inputs))
 
 
+def test_a_checkpoint_that_lacks_parameters_leaves_the_model_in_its_engine(
+    model_store: str, job: str, tmp_path: Path
+) -> None:
+    """The parameters of a model that leaves its engine are uninitialised until they are loaded."""
+
+    def model_with(**shapes: int) -> Net:
+        model = Net()
+        for name, size in shapes.items():
+            model.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
+        return model
+
+    with start(config_of(model_store, job), model_with(wider=2)) as engine:
+        list(steps(engine, 1))
+        engine.save_checkpoint(tmp_path)
+        saved = engine.full_state_dict()
+    with start(config_of(model_store, f"{job}-other"), model_with(wider=3, new=1)) as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(RuntimeError, match=r"has no values, or none of the shape, of wider, new, and a model"):
+            load_state_dict_from_zero_checkpoint(engine, tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+        list(steps(engine, 1))
+    # A plain model has values of its own.
+    model = load_state_dict_from_zero_checkpoint(model_with(new=1), tmp_path)
+    assert model.get_parameter("new").item() == 1
+    assert torch.equal(model.get_parameter("first.weight"), saved["first.weight"])
+
+
 def test_a_checkpoint_gives_its_fp32_weights_without_an_engine(model_store: str, job: str, tmp_path: Path) -> None:
     with start(config_of(model_store, job, half=True)) as engine:
         list(steps(engine, SAVED_AT))

@@ -7,7 +7,7 @@ an engine. The tokens and TLS files are those that the environment names, as for
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,21 +100,43 @@ def load_state_dict_from_zero_checkpoint(
     the engine can only be closed. The other ranks do not have to call this, but a rank that takes out a model cannot
     train on.
 
+    Parameters that the checkpoint does not have keep their values. Those of an engine would have none, so that such a
+    checkpoint is refused, and the model stays in its engine.
+
     Args:
         model: the model; an engine stands for its model.
 
     Raises:
-        RuntimeError: the shapes do not fit; or the model's engine is within a step.
+        RuntimeError: the shapes do not fit; or the model belongs to an engine, and the checkpoint lacks a parameter, or
+            the engine is within a step.
         CheckpointError, StoreError: as for `get_fp32_state_dict_from_zero_checkpoint`.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if isinstance(model, Engine):
         model = model.module
     if isinstance(engine := owner_of(next(model.parameters(), torch.empty(0))), Engine):
+        _require_all(engine, model, state, checkpoint_dir)
         engine.give_up_model()
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
+
+
+def _require_all(
+    engine: Engine, model: nn.Module, state: Mapping[str, torch.Tensor], checkpoint_dir: str | Path
+) -> None:
+    """Raise RuntimeError unless a state has values for all parameters of an engine, by the names that `model` has."""
+    given = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in state and state[name].shape == parameter.shape
+    }
+    if lacking := [name for name, parameter in engine.module.named_parameters() if id(parameter) not in given]:
+        raise RuntimeError(
+            f"load_state_dict_from_zero_checkpoint(): the checkpoint in {checkpoint_dir} has no values, or none of the "
+            f"shape, of {', '.join(lacking)}, and a model that leaves its engine has no others: name a checkpoint of "
+            "this model, or load into a model that belongs to no engine; nothing was changed"
+        )
 
 
 @contextmanager
