@@ -365,7 +365,7 @@ class Engine(EngineStates):
                 "coalesce_grad_reduction() within no_sync(), or within another coalesce_grad_reduction(): leave it "
                 "first, because the end of the context reduces gradients"
             )
-        with self._micro_batches.no_sync():
+        with self._micro_batches.coalesced():
             yield
         if self._micro_batches.backwards:
             self._step.reduce_gradients(self._commits.next)

@@ -222,6 +222,7 @@ def initialize(
             batch,
             settings.paramserver.data,
             drop_last=settings.dataloader_drop_last,
+            is_managed=settings.managed_gradient_accumulation,
             rank=collectives.rank,
             world_size=collectives.world_size,
             collate_fn=collate_fn,

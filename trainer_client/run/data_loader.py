@@ -92,11 +92,16 @@ class GlobalOrder(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self.samples = epoch, 0
 
+    def ends_after(self, micro_batches: int) -> bool:
+        """Return whether no samples of the epoch remain after `micro_batches` more on each rank."""
+        return self.samples + micro_batches * self._batch.micro * self._world_size >= self.end
+
     def advance(self, micro_batches: int) -> None:
         """Move the cursor past a step that has consumed `micro_batches` on each rank."""
-        self.samples += micro_batches * self._batch.micro * self._world_size
-        if self.samples >= self.end:
+        if self.ends_after(micro_batches):
             self.epoch, self.samples = self.epoch + 1, 0
+        else:
+            self.samples += micro_batches * self._batch.micro * self._world_size
 
     def seed_here(self) -> int:
         """Return a seed that follows from the place of the cursor and differs from that of any other place."""
@@ -132,6 +137,8 @@ class TrainingLoader(DataLoader[Any]):
         self._taken = 0
         # The number of these micro-batches that are part of the step under way.
         self._used = 0
+        # The epoch of the last iteration.
+        self._epoch = order.epoch
         super().__init__(
             dataset,
             batch_sampler=order,
@@ -155,14 +162,20 @@ class TrainingLoader(DataLoader[Any]):
         return self._order
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a class of its own
-        self._taken = self._used = 0
+        if self._epoch == self._order.epoch and self._order.ends_after(self._used):
+            # The step under way has the end of this epoch, and goes on with the next one.
+            self.finish_step()
+        self._taken, self._used, self._epoch = 0, 0, self._order.epoch
         self.generator.manual_seed(self._order.seed_here())
         for micro_batch in super().__iter__():
             self._taken += 1
             yield micro_batch
 
     def finish_micro_batch(self) -> None:
-        """Count a micro-batch as part of the step under way, unless it did not come from this loader."""
+        """Count a micro-batch as part of the step under way, unless it did not come from this loader.
+
+        Several backward passes of one micro-batch may each call this, because no more are counted than were taken.
+        """
         self._used = min(self._used + 1, self._taken)
 
     def finish_step(self) -> None:
@@ -188,6 +201,7 @@ class TrainingLoader(DataLoader[Any]):
         """
         order = self._order
         order.epoch, order.samples = int(state["epoch"]), int(state["samples"])
+        self._used = 0
         if order.samples >= order.end:
             order.epoch, order.samples = order.epoch + 1, 0
 
@@ -198,6 +212,7 @@ def make_loader(
     section: DataSection,
     *,
     drop_last: bool = False,
+    is_managed: bool = True,
     rank: int,
     world_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -209,6 +224,8 @@ def make_loader(
 
     Args:
         drop_last: whether the samples that do not fill a last step (without a length: a last micro-batch) are left out.
+        is_managed: whether each step has `batch.train` samples. If not, a step has any number of micro-batches, so an
+            epoch is filled up to a whole number of these.
 
     Raises:
         ConfigError: the dataset has no samples, or too few for a step.
@@ -217,6 +234,8 @@ def make_loader(
         return None
     if not isinstance(dataset, Sized):
         return DataLoader(dataset, batch_size=batch.micro, collate_fn=collate_fn, drop_last=drop_last)
+    if not is_managed:
+        batch = BatchSizes(train=batch.micro * world_size, micro=batch.micro, accumulation=1)
     order = GlobalOrder(
         len(dataset), batch, rank, world_size, seed=section.seed, shuffle=section.shuffle, drop_last=drop_last
     )

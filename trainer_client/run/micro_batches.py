@@ -45,6 +45,8 @@ class MicroBatches:
         self._reduction = reduction
         self._data = data
         self._boundary: bool | None = None
+        # Whether each backward pass counts as a micro-batch of the data. Otherwise `end` counts it.
+        self._counts_passes = not is_managed
 
     @property
     def is_last(self) -> bool:
@@ -120,9 +122,18 @@ class MicroBatches:
         finally:
             self.syncs = before
 
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Keep backward passes within the context from communicating; each may have a micro-batch of its own."""
+        self._counts_passes = True
+        with self.no_sync():
+            yield
+
     def end_backward(self) -> None:
         """Count a backward pass."""
         self.backwards += 1
+        if self._counts_passes and self._data is not None:
+            self._data.finish_micro_batch()
 
     def drop_backwards(self) -> None:
         """Forget the backward passes of the step under way, whose gradients the user has dropped."""
@@ -131,8 +142,9 @@ class MicroBatches:
     def end(self) -> None:
         """Count a micro-batch, before its step is made if it is the last one."""
         self.micro_steps += 1
-        if self._data is not None:
+        if not self._counts_passes and self._data is not None:
             self._data.finish_micro_batch()
+        self._counts_passes = not self.is_managed
 
     def end_step(self) -> None:
         """Note that a step was made or skipped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.paramserver import DataSection
 from trainer_client.errors import ConfigError
 from trainer_client.run.data_loader import GlobalOrder, TrainingLoader, make_loader
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.step.gradients import ReductionSchedule
 
 SIZE, TRAIN = 50, 12
 
@@ -39,12 +42,18 @@ def batch_of(world_size: int, accumulation: int = 1) -> BatchSizes:
 
 
 def loader_of(
-    rank: int = 0, world_size: int = 1, accumulation: int = 1, section: DataSection | None = None
+    rank: int = 0,
+    world_size: int = 1,
+    accumulation: int = 1,
+    section: DataSection | None = None,
+    *,
+    is_managed: bool = True,
 ) -> TrainingLoader:
     loader = make_loader(
         Squares(),
         batch_of(world_size, accumulation),
         section or DataSection(),
+        is_managed=is_managed,
         rank=rank,
         world_size=world_size,
         collate_fn=None,
@@ -145,6 +154,60 @@ def test_the_cursor_counts_what_steps_consumed_not_what_was_taken() -> None:
     other.finish_micro_batch()
     other.finish_step()
     assert other.state_dict()["samples"] == 0
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("sets_epoch", [False, True])
+@pytest.mark.parametrize("batches_of_a_step", [1, 2, 3, 13, 20])
+def test_a_step_of_any_number_of_micro_batches_moves_the_cursor_past_all_of_them(
+    batches_of_a_step: int, sets_epoch: bool, passes: int
+) -> None:
+    """The loop makes its steps itself, also with micro-batches of two epochs, and 13 of them are an epoch."""
+    loader = loader_of(accumulation=3, is_managed=False)
+    micro_batches = MicroBatches(batch_of(1, 3), ReductionSchedule.MICRO_BATCH, loader, is_managed=False)
+    taken: list[list[int]] = []
+    for epoch in range(3):
+        if sets_epoch:
+            loader.data_sampler.set_epoch(epoch)
+        for batch in loader:
+            taken.append(batch.tolist())
+            for _ in range(passes):
+                micro_batches.end_backward()
+            if len(taken) % batches_of_a_step == 0:
+                micro_batches.end()
+                micro_batches.end_step()
+                place = divmod(len(taken), len(loader))
+                assert (loader.epoch, loader.state_dict()["samples"]) == (place[0], place[1] * 4)
+    orders = [loader_of(accumulation=3, is_managed=False) for _ in range(3)]
+    for epoch, order in enumerate(orders):
+        order.data_sampler.set_epoch(epoch)
+    assert len(loader) == 13
+    assert taken == [batch.tolist() for order in orders for batch in order]
+
+
+def test_backward_passes_that_are_reduced_together_each_have_a_micro_batch() -> None:
+    loader = loader_of()
+    micro_batches = MicroBatches(batch_of(1), ReductionSchedule.MICRO_BATCH, loader)
+    batches = iter(loader)
+    samples = []
+    for coalesced in (3, 0):
+        with micro_batches.coalesced() if coalesced else nullcontext():
+            for _ in range(coalesced or 1):
+                next(batches)
+                micro_batches.end_backward()
+        micro_batches.end()
+        micro_batches.end_step()
+        samples.append(loader.state_dict()["samples"])
+    assert samples == [3 * TRAIN, 4 * TRAIN]
+
+
+def test_passes_that_were_dropped_do_not_move_a_cursor_that_is_loaded() -> None:
+    loader = loader_of(is_managed=False)
+    state = loader.state_dict()
+    for _ in loader:
+        loader.finish_micro_batch()
+    loader.load_state_dict(state)
+    assert (len(list(loader)), loader.epoch) == (5, 0)
 
 
 @pytest.mark.parametrize("world_sizes", [(2, 2), (2, 3), (3, 1)])
