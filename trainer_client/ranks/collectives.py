@@ -437,7 +437,8 @@ class Collectives:
         """Return every rank's `content`; lengths may differ."""
         sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)]), what).tolist()]
         row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        if content:
+            row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         rows = self.gather_rows(row, what)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 

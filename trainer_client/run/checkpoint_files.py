@@ -31,8 +31,8 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 FORMAT = 1
 
-# The largest manifest that is read. A manifest has the random states, schedules and user values of each rank, and an
-# honest one is far smaller.
+# The largest manifest that is written and read. It bounds the memory that a foreign file can take. A manifest has the
+# random states, schedules, user values and buffers of each rank, and most have some kilobytes.
 _MOST_BYTES = 1 << 30
 _MOST_TAG_BYTES = 255
 # The beginnings and ends of the names of files that DeepSpeed writes into the directory of a tag.
@@ -59,7 +59,7 @@ class Manifest:
         stores: the stores that keep the step.
         metric: the number by which `keep_best` compares steps, given by the user; None: there is none.
         run_states: for each rank the encoded state of its run, as commits carry it.
-        client_states: for each rank the user's state, as `encode_user_state` gives it.
+        client_states: for each rank the user's state, as `encode_user_state` gives it; {}: that of rank 0.
         buffers: for each rank the model's buffers, encoded as the states are; "": those of rank 0.
         saved_at: the time of the save, in seconds since 1970.
     """
@@ -76,10 +76,27 @@ class Manifest:
     buffers: tuple[str, ...]
     saved_at: float
 
+    def client_state_of(self, rank: int) -> Mapping[str, str]:
+        """Return the encoded user's state of a rank; that of rank 0 for a rank that has not saved."""
+        return (self.client_states[rank] if rank < len(self.client_states) else {}) or self.client_states[0]
+
+    def buffers_of(self, rank: int) -> str:
+        """Return the encoded buffers of a rank; those of rank 0 for a rank that has not saved."""
+        return (self.buffers[rank] if rank < len(self.buffers) else "") or self.buffers[0]
+
     def to_json(self) -> str:
-        """Return the text of the manifest's file."""
+        """Return the text of the manifest's file. Raise CheckpointError if it is larger than what is read."""
         content = asdict(self)
-        return json.dumps({"format": FORMAT, "checksum": _checksum(content), "checkpoint": content})
+        text = json.dumps({"format": FORMAT, "checksum": _checksum(content), "checkpoint": content})
+        if len(text) > _MOST_BYTES:
+            of_users = sum(len(value) for state in self.client_states for value in state.values())
+            raise CheckpointError(
+                f"the manifest of checkpoint {self.tag!r} would have {len(text)} bytes, of which the ranks' "
+                f"client_state has {of_users} and their buffers {sum(map(len, self.buffers))}, and at most "
+                f"{_MOST_BYTES} can be loaded: save large values in files of your own, and name these in client_state; "
+                "register buffers that never change with persistent=False"
+            )
+        return text
 
     @classmethod
     def from_json(cls, text: str | bytes, path: str) -> Manifest:

@@ -8,6 +8,7 @@ that a manifest names, unless retention.py says that none needs it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
@@ -114,22 +115,20 @@ class Checkpoints:
         if len(note.encode()) > _MOST_NOTE_BYTES or not note.isprintable():
             note = ""
 
+        own: dict[str, Any] = {}
+
+        def encode() -> dict[str, str]:
+            own["client_state"] = files.encode_user_state(user_state)
+            own["buffers"] = self._encoded_buffers(run_state, is_within_step=is_within_step)
+            return {key: _digest(value) for key, value in own.items()}
+
+        digests = self._on_all_ranks("save_checkpoint()", encode)
+        if rank := self._collectives.rank:
+            # An empty value stands for that of rank 0, so that what is equal is sent and saved once.
+            own |= {key: type(value)() for key, value in own.items() if digests[rank][key] == digests[0][key]}
+
         def keep() -> dict[str, Any]:
-            encoded = files.encode_user_state(user_state)
-            committed = _buffers_in(run_state)
-            larger = self._plain.larger_buffers(committed)
-            if larger and is_within_step and self._collectives.rank == 0:
-                log.warning(
-                    "save_checkpoint() within a step: these buffers have the values of this moment, and not those at "
-                    "the end of the last step, because a commit has no room for them: %s; save between two steps if a "
-                    "forward changes them",
-                    ", ".join(larger),
-                )
-            part = {
-                "run_state": run_state.decode(),
-                "client_state": encoded,
-                "buffers": client_state.encode({**committed, **larger}).decode(),
-            }
+            part = {"run_state": run_state.decode(), **own}
             if self._leads_store:
                 answer = self._store.keep_step(step, name, note)
                 part["store"] = {"address": self._store.address, "state_dir": answer.state_dir}
@@ -147,7 +146,7 @@ class Checkpoints:
                 metric=metric,
                 run_states=tuple(part["run_state"] for part in parts),
                 client_states=tuple(part["client_state"] for part in parts),
-                buffers=_but_the_first(part["buffers"] for part in parts),
+                buffers=tuple(part["buffers"] for part in parts),
                 saved_at=time.time(),
             )
             unneeded = self._on_rank_0(
@@ -243,6 +242,19 @@ class Checkpoints:
             for name, value in loaded.buffers.items():
                 self._user.module.get_buffer(name).copy_(value)
 
+    def _encoded_buffers(self, run_state: bytes, *, is_within_step: bool) -> str:
+        """Return all buffers of the model, encoded: those of the run state, and the larger ones of this moment."""
+        committed = _buffers_in(run_state)
+        larger = self._plain.larger_buffers(committed)
+        if larger and is_within_step and self._collectives.rank == 0:
+            log.warning(
+                "save_checkpoint() within a step: these buffers have the values of this moment, and not those at the "
+                "end of the last step, because a commit has no room for them: %s; save between two steps if a forward "
+                "changes them",
+                ", ".join(larger),
+            )
+        return client_state.encode({**committed, **larger}).decode()
+
     def _agree_on(self, tag: str) -> str:
         """Return the tag of rank 0. All ranks must call this.
 
@@ -297,7 +309,7 @@ class Checkpoints:
         state = files.decode_run_state(manifest.run_states[rank if known else 0], path)
         if not known:
             state["random"] = client_state.derived_random_states(state["random"], rank)
-        buffers = files.decode_buffers((manifest.buffers[rank] if known else "") or manifest.buffers[0], path)
+        buffers = files.decode_buffers(manifest.buffers_of(rank), path)
         try:
             counts = state["update_counts"]
             state["update_counts"] = [
@@ -323,7 +335,7 @@ class Checkpoints:
             manifest=manifest,
             source=found,
             run_state=state,
-            client_state=files.decode_user_state(manifest.client_states[rank if known else 0], path),
+            client_state=files.decode_user_state(manifest.client_state_of(rank), path),
             buffers=buffers,
         )
 
@@ -372,7 +384,6 @@ def _buffers_in(run_state: bytes) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the texts, with "" for each later one that is equal to the first."""
-    first, *others = texts
-    return (first, *("" if text == first else text for text in others))
+def _digest(value: Any) -> str:
+    """Return a text that is the same for equal values, which are JSON types."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -150,7 +150,7 @@ def _open(checkpoint_dir: str | Path, tag: str | None) -> Iterator[StoredModel]:
     stores = [store.address for store in manifest.stores]
     with open_model(stores, manifest.job, None, Credentials.from_environment(os.environ), kept=manifest.kept) as model:
         # The manifest has all buffers, and the commit only small ones.
-        model.buffers = files.decode_buffers(manifest.buffers[0], str(directory / wanted / files.MANIFEST))
+        model.buffers = files.decode_buffers(manifest.buffers_of(0), str(directory / wanted / files.MANIFEST))
         yield model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,14 @@ def test_a_single_rank_agrees_with_itself() -> None:
     assert alone.broadcast_id(b"ab") == b"ab"
     assert alone.gather_bytes(b"any length") == [b"any length"]
     assert alone.gather_bytes(b"") == [b""]
+    # A large content is not taken apart into a number for each byte.
+    content = bytes(1 << 20)
+    tracemalloc.start()
+    try:
+        assert alone.gather_bytes(content) == [content]
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(content)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_wait_for_a_device_ends_when_the_device_is_done() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from trainer_client.checkpoint import ds_to_universal
 from trainer_client.config.checkpoints import CheckpointsSection
-from trainer_client.errors import CollectiveError
+from trainer_client.errors import CheckpointError, CollectiveError
 from trainer_client.model.parameters import list_parameters
 from trainer_client.model.plain_state import PlainState
 from trainer_client.run import checkpoint_files as files
@@ -40,6 +42,30 @@ class Collectives:
         return content
 
 
+class RanksOnThreads:
+    """The collectives of one of several ranks, each of which has a thread of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, given: list[bytes]) -> None:
+        self.rank, self.world_size = rank, barrier.parties
+        self._barrier = barrier
+        self._given = given
+
+    @classmethod
+    def of(cls, number: int) -> list[RanksOnThreads]:
+        barrier, given = threading.Barrier(number, timeout=60), [b""] * number
+        return [cls(rank, barrier, given) for rank in range(number)]
+
+    def gather_bytes(self, content: bytes, what: str = "") -> list[bytes]:
+        self._given[self.rank] = content
+        self._barrier.wait()
+        found = list(self._given)
+        self._barrier.wait()
+        return found
+
+    def broadcast_id(self, content: bytes) -> bytes:
+        return self.gather_bytes(content)[0]
+
+
 class Store:
     """A store that keeps the names and notes of steps."""
 
@@ -62,25 +88,34 @@ class Store:
 class Run:
     """A run of one rank that saves checkpoints. A run that gets the store of another one goes on with its job."""
 
-    def __init__(self, store: Store | None = None, *, job: str = "job", **retention: Any) -> None:
+    def __init__(
+        self, store: Store | None = None, *, job: str = "job", collectives: Any = None, **retention: Any
+    ) -> None:
         model = nn.Linear(2, 2)
         user: Any = SimpleNamespace(module=model, parameters=list_parameters(model))
         section = SimpleNamespace(job=job, checkpoints=CheckpointsSection(**retention), peers=())
         checkpoint = SimpleNamespace(tag_validation="Warn", load_universal=False)
-        self.store, self.collectives = store or Store(), Collectives()
+        self.store, self.collectives = store or Store(), collectives or Collectives()
         self._settings = SimpleNamespace(paramserver=section, checkpoint=checkpoint)
         rank: Any = SimpleNamespace(store=self.store, collectives=self.collectives, settings=self._settings)
-        self._checkpoints = Checkpoints(user, rank, [], leads_store=True)
+        self._checkpoints = Checkpoints(user, rank, [], leads_store=self.collectives.rank == 0)
         self._state = client_state.encode({"model": PlainState(model, user.parameters).to_commit()})
 
-    def save(self, save_dir: Path, tag: str, step: int = 1, metric: float | None = None) -> Path:
+    def save(
+        self,
+        save_dir: Path,
+        tag: str,
+        step: int = 1,
+        metric: float | None = None,
+        user_state: Any = MappingProxyType({}),
+    ) -> Path:
         return self._checkpoints.save(
             save_dir,
             tag,
             step=step,
             global_steps=step,
             run_state=self._state,
-            user_state={},
+            user_state=user_state,
             metric=metric,
             save_latest=True,
             is_within_step=False,
@@ -96,13 +131,43 @@ def test_a_step_that_a_manifest_names_stays_when_another_rank_is_lost(tmp_path: 
     run.save(tmp_path, "last", 1)
     exchanges = len(run.collectives.exchanges)
     saved = [run.can_load(tmp_path / "last")]
-    # The tag, the steps in the stores and the files are exchanged before the end of the save.
-    for lost_in in (1, 2, 3, 4):
+    # The tag, the digests of states, the steps in the stores and the files are exchanged before the end of the save.
+    for lost_in in (1, 2, 3, 4, 5):
         run.collectives.failing_exchange = len(run.collectives.exchanges) + lost_in
         with pytest.raises(CollectiveError):
             run.save(tmp_path, "last", 1 + lost_in)
         saved.append(run.can_load(tmp_path / "last"))
-    assert (exchanges, saved) == (4, [True] * 5)
+    assert (exchanges, saved) == (5, [True] * 6)
+
+
+def test_what_is_equal_on_all_ranks_is_saved_once(tmp_path: Path) -> None:
+    store, ranks = Store(), RanksOnThreads.of(3)
+    runs = [Run(store, collectives=rank) for rank in ranks]
+    texts = ["a" * 1000, "b" * 1000, "a" * 1000]
+    with ThreadPoolExecutor(len(runs)) as threads:
+        saves = [
+            threads.submit(run.save, tmp_path, "last", user_state={"text": text})
+            for run, text in zip(runs, texts, strict=True)
+        ]
+        saved = {save.result() for save in saves}.pop()
+    manifest = files.read_manifest(saved)
+    # A rank that has not saved has the state of the first one.
+    states = [files.decode_user_state(manifest.client_state_of(rank), "") for rank in range(4)]
+    assert [state["text"] for state in states] == [*texts, texts[0]]
+    assert (manifest.client_states[2], manifest.buffers[1:]) == ({}, ("", ""))
+    assert manifest.buffers_of(2) == manifest.buffers_of(3) == manifest.buffers[0]
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    saved = run.save(tmp_path, "last", user_state={"text": "a" * 30_000})
+    before, kept = (saved / files.MANIFEST).read_text(), dict(run.store.notes)
+    monkeypatch.setattr(files, "_MOST_BYTES", 60_000)
+    with pytest.raises(
+        CheckpointError, match=r"'last' would have \d+ bytes, of which the ranks' client_state has 700\d\d and"
+    ):
+        run.save(tmp_path, "last", 2, user_state={"text": "a" * 70_000})
+    assert ((saved / files.MANIFEST).read_text(), run.store.notes) == (before, kept)
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
