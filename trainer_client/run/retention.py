@@ -6,6 +6,7 @@ directory cannot be found, for example because a file system is not mounted.
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -159,7 +160,7 @@ class Retention:
         found = _of_step(name, manifests_below(directory.parent))
         if not found:
             above = directory.parent.parent
-            found = _of_step(name, _manifests_at(above.glob(f"*/{directory.name}/{files.MANIFEST}")))
+            found = _of_step(name, _manifests_at(above.glob(f"*/{glob.escape(directory.name)}/{files.MANIFEST}")))
         if not found:
             return False
         place = directory if directory in found else next(iter(found))

@@ -305,15 +305,16 @@ def test_the_retention_leaves_the_manifest_of_another_job_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_checkpoints_whose_common_directory_is_renamed_stay(tmp_path: Path, is_resumed: bool) -> None:
+@pytest.mark.parametrize("tag", ["step1", "loss[0.5]*"])
+def test_checkpoints_whose_common_directory_is_renamed_stay(tmp_path: Path, tag: str, is_resumed: bool) -> None:
     run = Run(keep_last=1)
-    run.save(tmp_path / "run", "step1")
+    run.save(tmp_path / "run", tag)
     (tmp_path / "run").rename(tmp_path / "better run")
     if is_resumed:
         run = Run(run.store, keep_last=1)
     for step in (2, 3):
         run.save(tmp_path / "run", f"step{step}", step)
-    assert run.can_load(tmp_path / "better run" / "step1")
+    assert run.can_load(tmp_path / "better run" / tag)
     assert len(run.store.notes) == 2
 
 
