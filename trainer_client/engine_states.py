@@ -99,9 +99,13 @@ class EngineStates(EngineCore):
         if assign:
             raise ConfigError("load_state_dict(assign=True): the engine's parameters keep their memory; leave it out")
         self._require_between_steps("load_state_dict()")
-        if state_dict and all(name.startswith(_PREFIX) for name in state_dict):
-            state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         found = self._access.compare_names(state_dict)
+        if found.unexpected_keys and all(name.startswith(_PREFIX) for name in state_dict):
+            # A model may have a child that is called `module`, so the prefix is removed only if the names fit better.
+            unprefixed = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+            compared = self._access.compare_names(unprefixed)
+            if len(compared.unexpected_keys) < len(found.unexpected_keys):
+                state_dict, found = unprefixed, compared
         if strict and (found.missing_keys or found.unexpected_keys):
             raise RuntimeError(
                 f"load_state_dict(): missing are {', '.join(found.missing_keys) or 'none'}; unexpected are "

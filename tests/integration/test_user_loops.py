@@ -387,6 +387,23 @@ def test_extra_states_of_modules_are_in_the_state_of_the_model(model_store: str,
         assert plain[0].calls == 1 and torch.equal(plain[0].weight, weights["0.weight"])
 
 
+def test_a_model_whose_only_child_is_called_module_loads_its_own_names(model_store: str) -> None:
+    """The names of its state begin as those of the engine's state do."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(4, 4)
+
+    values = {"module.weight": torch.ones(4, 4), "module.bias": torch.zeros(4)}
+    with start(Wrapped(), config_of(model_store, "wrapped")) as engine:
+        for loaded in (values, {f"module.{name}": value + 1 for name, value in values.items()}):
+            assert engine.load_state_dict(loaded) == ([], [])
+            found = engine.full_state_dict()
+            assert all(torch.equal(found[name], value) for name, value in zip(found, loaded.values(), strict=True))
+        assert engine.load_state_dict({"module.weight": torch.ones(4, 4)}, strict=False) == (["module.bias"], [])
+
+
 def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:
     model = build("gpt2-zoo")
 
