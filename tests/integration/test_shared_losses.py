@@ -149,6 +149,31 @@ def test_a_loss_of_modules_that_is_not_scaled_trains_fp16_engines_with_a_warning
     assert sum("is not scaled" in record.getMessage() for record in caplog.records) == 2
 
 
+def test_losses_that_are_scaled_before_the_first_backward_pass_train_the_engine(model_store: str, job: str) -> None:
+    """The bias is added to each output, so each pass gives it a gradient of 1, and half of it for half a loss."""
+
+    def gradient_of(engine: trainer_client.Engine) -> float:
+        gradient = engine.get_full("2.bias", "grad")
+        assert gradient is not None
+        return gradient.item()
+
+    engine = start(model_store, job, 0, fp16())
+    losses = [engine.scale(engine(inputs(number)).float().mean()) for number in range(3)]
+    found = []
+    for loss in (losses[1], losses[0] / 2):
+        loss.backward()
+        found.append(gradient_of(engine))
+    # The third pass keeps its graph, and the fourth one comes from a sum of losses.
+    losses[2].backward(retain_graph=True)
+    (losses[2] + engine.scale(engine(inputs(3)).float().mean())).backward()
+    found.append(gradient_of(engine))
+    engine.step()
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(inputs(0)).float().mean().backward()
+    engine.close_without_commit()
+    assert found == [1.0, 1.5, 4.5]
+
+
 def test_backward_of_one_engine_divides_the_gradients_of_another_one_once(model_store: str, job: str) -> None:
     """The engines have 4 and 2 accumulation steps, and each divides its own gradients by its own number."""
     engines = [start(model_store, job, n, {"gradient_accumulation_steps": steps}) for n, steps in enumerate((4, 2))]

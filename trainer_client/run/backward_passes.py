@@ -8,8 +8,9 @@ reduced, and by which factor they are scaled. It must never call autograd or a h
 gradients times its own loss scale and divided by its own accumulation steps, but a loss is multiplied by one number
 only. So each engine corrects its gradients by the ratio of the number that it wants to the number by which the loss was
 multiplied. That number is known from `engine.scale(loss)`, which notes it on the loss, and from `engine.backward(loss)`
-of another engine, which notes it while autograd runs. Of several loss scales the smallest one is used, because a larger
-one would make gradients of the engine that needs the smallest one overflow.
+of another engine, which notes it while autograd runs. Several losses may be scaled before the first backward pass, so a
+hook on each of them says which one a pass has come from. Of several loss scales the smallest one is used, because a
+larger one would make gradients of the engine that needs the smallest one overflow.
 
 [Note: a loss that is not scaled] In fp16 a loss that was computed by calling the engine has to be scaled, and the
 backward pass of one that is not is refused, as in DeepSpeed. Where the script has called `engine.module` instead,
@@ -23,6 +24,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -63,7 +65,7 @@ class BackwardPasses:
         self._scaler = scaler
         self._micro_batches = micro_batches
         self._commits = commits
-        # The factor of the next pass's loss; None if the user has not called `scale`.
+        # The factor of the loss that the pass under way has come from; None if the user has not called `scale` for it.
         self._factor: LossFactor | None = None
         # Whether a forward with gradients has gone through the engine since its last step, so that losses need `scale`;
         # and whether the log has the warning about a loss that was not scaled.
@@ -90,8 +92,13 @@ class BackwardPasses:
             factor.value = self._scaler.scale
             factor.is_scaled = True
         setattr(loss, _FACTOR, factor)
-        self._factor = factor
+        if loss.requires_grad:
+            loss.register_hook(partial(self._come_from, factor))
         return loss
+
+    def _come_from(self, factor: LossFactor, _: torch.Tensor) -> None:
+        """Note that the pass under way has come from a loss with this factor."""
+        self._factor = factor
 
     def begin(self) -> BackwardPlan:
         """Begin the pass of `engine.backward`, whose loss is scaled by its caller. All ranks must call this."""
@@ -135,6 +142,8 @@ class BackwardPasses:
 
     def end(self) -> None:
         """Count a pass that has ended without an error."""
+        # A pass of the sum of several losses comes from each of them, and has begun with the first one.
+        self._factor = None
         self._micro_batches.end_backward()
 
     def _begin(self, *, gradient_factor: float) -> BackwardPlan:
