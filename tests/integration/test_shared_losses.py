@@ -3,6 +3,7 @@ accumulation steps are."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -194,3 +195,27 @@ def test_backward_of_one_engine_divides_the_gradients_of_another_one_once(model_
     for engine in reversed(engines):
         engine.destroy()
     assert found < 1e-6
+
+
+def test_a_backward_pass_of_another_thread_changes_no_gradient(model_store: str, job: str) -> None:
+    engines = [start(model_store, job, n, {"gradient_accumulation_steps": steps}) for n, steps in enumerate((4, 1))]
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait(_: torch.Tensor) -> None:
+        has_begun.set()
+        may_end.wait()
+
+    output = engines[0](inputs(0))
+    output.register_hook(wait)
+    other = threading.Thread(target=engines[0].backward, args=(output.float().mean(),))
+    other.start()
+    try:
+        assert has_begun.wait(60)
+        engines[1](inputs(0)).float().mean().backward()
+    finally:
+        may_end.set()
+        other.join()
+    gradients = [engine.get_full("2.bias", "grad") for engine in engines]
+    for engine in reversed(engines):
+        engine.close_without_commit()
+    assert [None if gradient is None else gradient.item() for gradient in gradients] == [0.25, 1.0]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 # The attribute of a loss with its LossFactor.
 _FACTOR = "paramserver_loss_factor"
 
-# The factors of the losses of the calls of `engine.backward` that are under way in this process. The calls are of
-# different engines, and the innermost one comes last.
-_under_way: list[float] = []
+# The factor of the loss of the innermost call of `engine.backward` that is under way on this thread. Passes of other
+# threads have other losses.
+_under_way: ContextVar[float] = ContextVar("factor of the loss under way", default=1.0)
 
 
 @dataclass(slots=True)
@@ -108,11 +109,11 @@ class BackwardPasses:
     @contextmanager
     def multiplied(self, factor: float) -> Iterator[None]:
         """Surround autograd in `engine.backward`, whose loss was multiplied by `factor`."""
-        _under_way.append(factor)
+        before = _under_way.set(factor)
         try:
             yield
         finally:
-            _under_way.pop()
+            _under_way.reset(before)
 
     def begin_for_user(self) -> BackwardPlan:
         """Begin a pass that the user, or `backward` of another engine, has started. All ranks must call this.
@@ -130,7 +131,7 @@ class BackwardPasses:
                 "engine.backward(loss) or engine.scale(loss).backward(); scale a loss of several engines with each of "
                 "them that trains in fp16"
             )
-        multiplied = (1.0 if factor is None else factor.value) * (_under_way[-1] if _under_way else 1.0)
+        multiplied = (1.0 if factor is None else factor.value) * _factor_under_way()
         if self._scaler.is_enabled and factor is None and multiplied <= 1.0 and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -153,3 +154,13 @@ class BackwardPasses:
         return BackwardPlan(
             step=self._commits.next, reduces=reduces, is_last=is_last and reduces, gradient_factor=gradient_factor
         )
+
+
+def _factor_under_way() -> float:
+    """Return the factor of the loss of `engine.backward`, in a hook of the pass; 1 if the user has started it."""
+    # Autograd has a thread for each accelerator, and gives it the context of the thread that has called it under this
+    # name.
+    if torch._C._is_key_in_tls("context"):
+        context: Context = torch._C._get_obj_in_tls("context")
+        return context.get(_under_way, 1.0)
+    return _under_way.get()
