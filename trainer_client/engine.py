@@ -451,7 +451,8 @@ class Engine(EngineStates):
 
         With the parameters (`lp_params`), the memory of `paramserver.gpu_budget` is given back for that time, too.
         Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
-        store has anyway does not move. On the CPU, the call makes a copy all the same.
+        store has anyway does not move. On the CPU, the call makes a copy all the same. A failure brings all states
+        back.
 
         Args:
             include: the kinds of state, as `OffloadStateTypeEnum`; None: all.
@@ -479,7 +480,8 @@ class Engine(EngineStates):
                 self._device_copies.withdraw()
             self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
         except BaseException:
-            self._hooks.end_offload()
+            # All states and the memory for copies come back, also those that an earlier call has moved.
+            self.reload_states()
             raise
 
     def reload_states(self, non_blocking: bool = False) -> None:

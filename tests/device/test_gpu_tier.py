@@ -34,6 +34,7 @@ from trainer_client.config.loading import load_config
 from trainer_client.engine import Engine
 from trainer_client.plan.device_copies import plan_copies
 from trainer_client.plan.layout import World, lay_out
+from trainer_client.run.state_offload import StateOffload
 from trainer_client.transport.device_memory import DeviceMemory
 
 WHOLE = 1 << 24
@@ -291,6 +292,27 @@ def test_states_that_leave_the_device_take_the_copies_with_them(trainer: Trainer
     assert budgets[0] == 0
     assert budgets[1] > 0
     assert counted.hits > 0
+
+
+def test_a_failed_move_of_states_gives_the_copies_their_memory_back(trainer: Trainer) -> None:
+    run = Run(model="adapters", steps=3)
+    without, _ = trainer.train(run, 0)
+    budgets: list[int] = []
+
+    def fail_to_leave(engine: Engine, steps: int) -> None:
+        budgets.append(trainer.tier().budget_bytes)
+        if steps == 2:
+            with (
+                mock.patch.object(StateOffload, "offload", side_effect=MemoryError("planted")),
+                pytest.raises(MemoryError, match="planted"),
+            ):
+                engine.offload_states()
+            budgets.append(trainer.tier().budget_bytes)
+
+    late, _ = trainer.train(run, WHOLE, "random", lambda: between_steps(fail_to_leave))
+    assert_bit_equal(late, without)
+    assert budgets == [budgets[0]] * 4
+    assert budgets[0] > 0
 
 
 def test_a_run_outlives_its_daemon_with_copies_on_the_device(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.integration.support.checkpoint_ranks import batch, config_of, start, 
 from trainer_client import Engine, zero
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
 from trainer_client.run import state_offload
+from trainer_client.run.device_copies import DeviceCopies
 from trainer_client.run.state_offload import DeviceState
 from trainer_client.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from trainer_client.runtime.zero.offload_states import get_state_devices
@@ -121,6 +122,25 @@ def test_what_found_no_room_on_the_device_is_brought_back_later(
         assert held_bytes(engine) == before
         found = engine.full_state_dict()
         assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
+        losses += list(steps(engine, 3))
+    with begin(model_store, f"{job} stays", "stage 3") as engine:
+        assert list(steps(engine, 3)) == losses
+
+
+def test_a_second_move_that_fails_brings_the_states_of_the_first_one_back(
+    model_store: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: DeviceCopies) -> None:
+        raise MemoryError("planted")
+
+    with begin(model_store, job, "stage 3") as engine:
+        losses = list(steps(engine, 1))
+        before = held_bytes(engine)
+        engine.offload_states(include=[DeviceState.hp_params])
+        with monkeypatch.context() as patched, pytest.raises(MemoryError, match="planted"):
+            patched.setattr(DeviceCopies, "withdraw", fail)
+            engine.offload_states()
+        assert held_bytes(engine) == before
         losses += list(steps(engine, 3))
     with begin(model_store, f"{job} stays", "stage 3") as engine:
         assert list(steps(engine, 3)) == losses
