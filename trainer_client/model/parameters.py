@@ -1,7 +1,11 @@
-"""The list of a model's parameters. This module owns the rule which parameters the store can hold."""
+"""The list of a model's parameters, and what autograd has to know when their values change.
+
+This module owns the rule which parameters the store can hold.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +57,12 @@ def list_parameters(model: nn.Module) -> list[ModelParameter]:
             raise ConfigError(f"parameter {fqn} has dtype {tensor.dtype}: only floating-point parameters are honoured")
         parameters.append(ModelParameter(index=index, fqn=fqn, tensor=tensor, shape=tensor.shape))
     return parameters
+
+
+def note_new_values(parameters: Iterable[ModelParameter]) -> None:
+    """Have autograd refuse the backward of what was computed with the former values of the parameters.
+
+    It refuses that by itself if a tensor is changed in place, as by torch's optimizers. But these values change in the
+    store, and in flat buffers, which do not share the version counters of the parameters.
+    """
+    torch.autograd.graph.increment_version([parameter.tensor for parameter in parameters])

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_client.errors import CheckpointError, CollectiveError, ConfigError, StoreError, TrainerClientError
+from trainer_client.model.parameters import note_new_values
 from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import PlacedStates
 from trainer_client.run import checkpoint_files as files
@@ -238,6 +239,7 @@ class Checkpoints:
             )
         for state in self._states:
             state.refill()
+            note_new_values(state.group.parameters)
         with torch.no_grad():
             for name, value in loaded.buffers.items():
                 self._user.module.get_buffer(name).copy_(value)

@@ -25,6 +25,7 @@ from paramserver.contract.update import update_shards
 from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.parameters import note_new_values
 from trainer_client.model.placement import Residence
 from trainer_client.model.slot_table import ShardRange
 from trainer_client.model.states import PlacedStates
@@ -146,6 +147,7 @@ class Updates:
         for gradient in gradients:
             state = self._states[gradient.flat_group.name]
             self._updated.append(state)
+            note_new_values(p for p in gradient.flat_group.parameters if rule.updated[p.index])
             if state.placement.optimizer is Home.DEVICE:
                 own.append(gradient)
                 continue

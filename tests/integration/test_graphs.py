@@ -1,0 +1,97 @@
+"""What a loop does with the graph of a forward beside one backward pass: an engine computes what plain PyTorch computes,
+and raises what that raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_client
+from trainer_client.errors import PhaseError
+
+WIDTH = 16
+RATE = 0.125
+STAGES: dict[str, dict[str, Any]] = {
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3-store": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+class Net(nn.Module):
+    """A model of three blocks, each of which is a unit."""
+
+    def __init__(self, block: Callable[[], nn.Module] | None = None) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        make = block or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+        self.blocks = nn.ModuleList([make() for _ in range(3)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def start(address: str, job: str, model: nn.Module, zero: dict[str, Any], **keys: Any) -> trainer_client.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": zero,
+        "paramserver": {"address": address, "job": job},
+        **keys,
+    }
+    return trainer_client.initialize(model=model, config=config)[0]
+
+
+def inputs(number: int = 0) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def step(engine: trainer_client.Engine, _: Path) -> None:
+    engine.step()
+
+
+def load(engine: trainer_client.Engine, directory: Path) -> None:
+    engine.zero_grad()
+    engine.load_checkpoint(directory)
+
+
+@pytest.mark.parametrize("change", [step, load])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_from_before_a_change_of_the_weights_is_refused(
+    model_store: str, job: str, stage: str, change: Callable[[trainer_client.Engine, Path], None], tmp_path: Path
+) -> None:
+    """Its gradients would mix those of two steps."""
+    engine = start(model_store, job, Net(), STAGES[stage])
+    if change is load:
+        engine.save_checkpoint(tmp_path)
+    loss = engine(inputs())
+    engine.backward(loss, retain_graph=True)
+    change(engine, tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    with pytest.raises(PhaseError, match="restart the job"):
+        engine.step()
+    engine.close_without_commit()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_of_weights_that_did_not_change_outlives_a_step(model_store: str, job: str, stage: str) -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    ours, plain = inputs().requires_grad_(), inputs().requires_grad_()
+    deepcopy(model).blocks[0](plain).sum().backward()
+    with start(model_store, job, model, STAGES[stage]) as engine:
+        hidden = engine.module.blocks[0](ours)
+        engine.backward(engine(inputs(1)))
+        engine.step()
+        hidden.sum().backward()
+        assert ours.grad is not None and plain.grad is not None
+        assert torch.equal(ours.grad, plain.grad)
