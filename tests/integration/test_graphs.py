@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import trainer_client
 from trainer_client.errors import PhaseError
@@ -95,3 +96,31 @@ def test_a_graph_of_weights_that_did_not_change_outlives_a_step(model_store: str
         hidden.sum().backward()
         assert ours.grad is not None and plain.grad is not None
         assert torch.equal(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_of_the_users_over_reentrant_checkpoints_of_parts_is_one_pass(
+    model_store: str, job: str, stage: str
+) -> None:
+    """Each checkpoint runs a pass of its own within the user's. The loss scale is known in the first of them only."""
+
+    def gradients(run: Callable[[nn.Module, torch.Tensor], torch.Tensor], name: str) -> list[torch.Tensor | None]:
+        keys = {
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+            "managed_gradient_accumulation": False,
+        }
+        model = Net()
+        engine = start(model_store, f"{job}-{name}", model, STAGES[stage], **keys)
+        with engine:
+            hidden = inputs().half().requires_grad_()
+            for block in model.blocks:
+                hidden = run(block, hidden)
+            engine.scale(hidden.float().square().mean()).backward()
+            found = [engine.get_full(name, "grad") for name, _ in model.named_parameters()]
+            engine.step()
+            assert engine.global_samples == 2
+        return found
+
+    whole = gradients(lambda block, hidden: block(hidden), "whole")
+    checkpointed = gradients(lambda block, hidden: checkpoint(block, hidden, use_reentrant=True), "checkpointed")
+    torch.testing.assert_close(checkpointed, whole, rtol=0, atol=0)

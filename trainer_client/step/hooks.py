@@ -456,6 +456,10 @@ class UnitHooks:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
         self._require_parameters()
         outermost = not self._running
+        if outermost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
+            # A backward pass runs this forward again. If the user has started it, it begins here and not with the first
+            # gradient: reentrant checkpointing computes gradients in a pass of its own, which ends earlier.
+            self._require_backward()
         nested = any(frame.unit is unit for frame in self._running)
         if outermost:
             self._records.clear()
