@@ -124,3 +124,119 @@ def test_a_backward_of_the_users_over_reentrant_checkpoints_of_parts_is_one_pass
     whole = gradients(lambda block, hidden: block(hidden), "whole")
     checkpointed = gradients(lambda block, hidden: checkpoint(block, hidden, use_reentrant=True), "checkpointed")
     torch.testing.assert_close(checkpointed, whole, rtol=0, atol=0)
+
+
+class Aside(nn.Module):
+    """A block that leaves a result beside its output, which it computes before the output or after it."""
+
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+        self.place = place
+        self.results: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.place == "before":
+            self._leave(self.other(torch.tanh(self.other(hidden))))
+            return torch.tanh(self.one(torch.tanh(self.one(hidden))))
+        hidden = torch.tanh(self.one(hidden))
+        self._leave(self.other(torch.tanh(self.other(hidden))))
+        return hidden
+
+    def _leave(self, result: torch.Tensor) -> None:
+        if self.kind == "tensor":
+            self.result = result.square().mean()
+        else:
+            self.results.append(result.square().mean())
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.result if self.kind == "tensor" else self.results[-1]
+
+
+class Asides(Net):
+    """A model whose loss depends on the results beside the outputs, and perhaps also on the outputs."""
+
+    def __init__(self, kind: str, place: str, *, alone: bool) -> None:
+        super().__init__(lambda: Aside(kind, place))
+        self.alone = alone
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(hidden)
+        losses: list[Any] = [block.loss for block in self.blocks]
+        beside = torch.stack(losses).sum()
+        return beside if self.alone else loss + beside
+
+
+def assert_trained_alike(
+    address: str, job: str, model: nn.Module, zero: dict[str, Any], act: Callable[[Any, Any], None] | None = None
+) -> None:
+    """Assert that two steps give an engine the weights of the plain model.
+
+    Args:
+        act: computes a loss of a model, and calls its second argument with it; None: of the model's output.
+    """
+
+    def act_simply(model: Any, backward: Any) -> None:
+        backward(model(inputs()))
+
+    act = act or act_simply
+    plain = deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    with start(address, job, model, zero) as engine:
+        for _ in range(2):
+            act(engine, engine.backward)
+            engine.step()
+            act(plain, torch.Tensor.backward)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = engine.full_state_dict()
+    torch.testing.assert_close(weights, dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with the output", "alone"])
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("kind", ["tensor", "list"])
+def test_results_that_units_leave_in_attributes_have_right_gradients(
+    model_store: str, job: str, kind: str, place: str, alone: bool
+) -> None:
+    """Their gradients may come before those of the outputs, when the unit is released, or without them."""
+    assert_trained_alike(model_store, job, Asides(kind, place, alone=alone), STAGES["3-store"])
+
+
+class Shown:
+    """A holder of a tensor that the hooks do not know."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Module):
+    """A block whose output has a tensor, and an object that hides a later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shown]:
+        hidden = torch.tanh(self.one(hidden))
+        return hidden, Shown(self.other(torch.tanh(self.other(hidden))).square().mean())
+
+
+class HidingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Hiding)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for block in self.blocks:
+            hidden, shown = block(hidden)
+            losses.append(shown.value)
+        return hidden.square().mean() + torch.stack(losses).sum()
+
+
+def test_a_result_that_an_object_beside_the_output_hides_has_right_gradients(model_store: str, job: str) -> None:
+    assert_trained_alike(model_store, job, HidingNet(), STAGES["3-store"])

@@ -15,6 +15,12 @@ for those on a branch that does not lead to an input. The unit is released at th
 and its gradients are reduced in the order of reduction_order.py. At the end of backward all units are released, and the
 gradients that came late are reduced.
 
+[Note: results beside the output] A module may leave a result in an attribute, as the auxiliary loss of a router. Its
+gradient may come before those of the unit's outputs, or without them, so it is watched as they are. What an object in
+the output hides cannot be watched. But autograd numbers its nodes as they are made, and of those that are ready it runs
+the newest one first. So if a watched tensor comes from the unit's last node, its gradient comes before those of hidden
+ones. If not, the unit stays gathered for its backward, as it does if there is nothing to watch.
+
 [Note: the way of a gradient] Autograd calls the hook on a parameter when its gradient is there. The hook hands the
 gradient to Gradients, which adds it to the flat gradient of its group. When the backward of the unit is over, Gradients
 reduces the group over the ranks, and a group whose gradient is final goes on to Updates, so that the store can begin
@@ -44,7 +50,7 @@ compiled unit is cut in two at the place where the parameter is used, unless it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +65,7 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.stand_in import only_for
-from trainer_client.model.units import Unit
+from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
@@ -68,7 +74,7 @@ from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
-from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.step.tensor_tree import TensorTree, computed_attributes
 from trainer_client.step.trace import Clock, Trace
 from trainer_client.step.transforms import is_transformed, outside_of_transforms
 from trainer_client.step.updates import Updates
@@ -83,6 +89,7 @@ class _Frame:
 
     Attributes:
         records: how many of UnitHooks._records are older than this forward.
+        first_node: the number of the first node of autograd's graph that this forward could make.
         may_release: whether the unit may be released after the forward, because the hooks will notice when its backward
             begins, or because it has none.
         has_returned: whether the module's forward has returned without an error.
@@ -91,6 +98,7 @@ class _Frame:
     unit: Unit
     module: nn.Module
     records: int
+    first_node: int
     may_release: bool = True
     has_returned: bool = False
 
@@ -210,6 +218,10 @@ class UnitHooks:
         # The slots of each unit, one for each of its uses, and the unit of each slot. The slot of a unit's first use is
         # the unit's index; see [Note: uses of tiles].
         self._slots: list[list[int]] = [[unit.index] for unit in units]
+        # For each unit that is released after its forward, the modules in whose attributes it may leave results.
+        self._modules_of: list[Sequence[nn.Module]] = [
+            () if unit.is_root or unit.state is UnitState.RESIDENT else tuple(unit.module.modules()) for unit in units
+        ]
         self._unit_of: list[Unit] = list(units)
         for unit in units:
             for _ in unit.uses[1:]:
@@ -463,7 +475,7 @@ class UnitHooks:
         nested = any(frame.unit is unit for frame in self._running)
         if outermost:
             self._records.clear()
-        self._running.append(_Frame(unit, module, len(self._records)))
+        self._running.append(_Frame(unit, module, len(self._records), torch._C._autograd._get_sequence_nr()))
         if outermost and self.phase is not Phase.BACKWARD:
             grad = torch.is_grad_enabled()
             before = self.phase
@@ -549,7 +561,7 @@ class UnitHooks:
             self._watch_inputs(unit, slot, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
-        """Watch the unit's outputs, because their gradients will say when its backward begins.
+        """Watch the unit's results, because their gradients will say when its backward begins.
 
         If the unit returns its own parameters, hold it for its caller, too.
         """
@@ -558,10 +570,17 @@ class UnitHooks:
             return
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
-            watched = self._watch_outputs(unit, tree)
-            # If no output tells when the unit's backward begins, the unit stays gathered, unless it has no backward.
-            has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
-            frame.may_release = watched or has_none
+            last_node = torch._C._autograd._get_sequence_nr() - 1
+            beside = computed_attributes(self._modules_of[unit.index], frame.first_node)
+            newest = self._watch_results(unit, (*tree.tensors, *beside))
+            if newest is None:
+                # No result tells when the unit's backward begins, so the unit stays gathered, unless it has none.
+                has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
+                frame.may_release = has_none
+            else:
+                # See [Note: results beside the output].
+                shows_all = bool(tree.requiring_grad()) and not tree.hides_some
+                frame.may_release = shows_all or newest >= last_node
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
             self._share_with_caller(unit)
 
@@ -586,12 +605,18 @@ class UnitHooks:
         self.finish_backward()
         self._user_backward.end()
 
-    def _watch_outputs(self, unit: Unit, output: TensorTree) -> bool:
-        """Have the unit gathered when the gradient of an output comes. Return whether any output will have one."""
-        tensors = [tensor for tensor in output.requiring_grad() if tensor.grad_fn is not None]
-        for tensor in tensors:
-            tensor.register_hook(partial(self._before_backward, unit))
-        return bool(tensors)
+    def _watch_results(self, unit: Unit, results: Iterable[torch.Tensor]) -> int | None:
+        """Have the unit gathered when the gradient of a result comes.
+
+        Returns:
+            The number of the newest node that has made a result; None if none will have a gradient.
+        """
+        newest: int | None = None
+        for tensor in results:
+            if tensor.requires_grad and (node := tensor.grad_fn) is not None:
+                tensor.register_hook(partial(self._before_backward, unit))
+                newest = max(newest or 0, node._sequence_nr())
+        return newest
 
     def _watch_inputs(self, unit: Unit, slot: int, inputs: TensorTree) -> None:
         """Record a forward of the unit, and have its backward end when the gradients of all `inputs` have come."""

@@ -1,16 +1,24 @@
-"""The tensors in a module's inputs and outputs. Pure functions."""
+"""The tensors in a module's inputs and outputs, and in its attributes. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+
+# The attributes that every module has: its parameters, buffers, hooks and others, none of which is a result.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+_MAY_HAVE_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,33 @@ class TensorTree:
     def requiring_grad(self) -> list[torch.Tensor]:
         """Return the tensors that require a gradient."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+
+def computed_attributes(modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
+    """Return the tensors among the attributes of modules that autograd's nodes have made from number `since` on.
+
+    An attribute may also be a list, a tuple or a dict that ends in such tensors.
+    """
+    is_recent = partial(_is_made_by, since)
+    return [
+        tensor
+        for module in modules
+        for name, attribute in vars(module).items()
+        if name not in _OF_ALL_MODULES and isinstance(attribute, _MAY_HAVE_TENSORS)
+        for tensor in takewhile(is_recent, reversed(_values(attribute)))
+    ]
+
+
+def _values(attribute: Any) -> Sequence[Any]:
+    """Return what may be tensors in an attribute of a type of _MAY_HAVE_TENSORS."""
+    if isinstance(attribute, dict):
+        return tuple(attribute.values())
+    return (attribute,) if isinstance(attribute, torch.Tensor) else attribute
+
+
+def _is_made_by(since: int, value: object) -> bool:
+    """Return whether a value is a tensor that a node with the number `since` or a later one has made."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn._sequence_nr() >= since
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.step.tensor_tree import TensorTree, computed_attributes
 
 
 @dataclass
@@ -58,3 +59,18 @@ def test_a_dataclass_without_all_of_its_fields_is_no_error() -> None:
 
 def test_only_what_requires_grad_has_a_backward() -> None:
     assert len(TensorTree.of((ONE, torch.ones(1, requires_grad=True))).requiring_grad()) == 1
+
+
+def test_attributes_are_found_if_autograd_has_made_them_since_a_node() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    leaf = torch.ones(1, requires_grad=True)
+    old = leaf * 2
+    since = torch._C._autograd._get_sequence_nr()
+    new = [leaf * factor for factor in range(4)]
+    vars(module).update(old=old, new=new[0], leaf=leaf, constant=ONE, number=3, text="text")
+    vars(module[0]).update(several=[3, old, new[1]], by_name={"old": old, "new": new[2]}, pair=(new[3],), sizes=(2, 2))
+
+    found = computed_attributes(module.modules(), since)
+
+    assert {id(tensor) for tensor in found} == {id(tensor) for tensor in new}
+    assert len(found) == len(new)
