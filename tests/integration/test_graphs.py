@@ -1,5 +1,5 @@
-"""What a loop does with the graph of a forward beside one backward pass: an engine computes what plain PyTorch computes,
-and raises what that raises."""
+"""What loops do with graphs of forwards beside one backward pass: an engine computes, and refuses, what plain PyTorch
+does."""
 
 from __future__ import annotations
 
@@ -240,3 +240,14 @@ class HidingNet(Net):
 
 def test_a_result_that_an_object_beside_the_output_hides_has_right_gradients(model_store: str, job: str) -> None:
     assert_trained_alike(model_store, job, HidingNet(), STAGES["3-store"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gradient_of_a_gradient_trains_as_in_plain_torch(model_store: str, job: str, stage: str) -> None:
+    def penalize(model: Any, backward: Any) -> None:
+        leaf = inputs().requires_grad_()
+        loss = model(leaf)
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        backward(loss + gradient.square().sum())
+
+    assert_trained_alike(model_store, job, Net(), STAGES[stage], penalize)

@@ -647,8 +647,12 @@ class UnitHooks:
         del self._records[since:]
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
-        """Begin the unit's backward, because the gradient of one of its outputs has come."""
+        """Begin the unit's backward, because the gradient of one of its results has come."""
         self._require_backward()
+        if torch.is_grad_enabled():
+            # Autograd makes a graph of this pass (create_graph). No hook tells when the backward of that graph needs
+            # the unit, so the unit is held for the root in each later pass of the step.
+            self._owners_in_use[self._root.index] |= {unit.index, *self._owners_of(unit)}
         self._gather_for_backward(unit)
 
     def _gather_for_backward(self, unit: Unit) -> None:
@@ -657,7 +661,11 @@ class UnitHooks:
             return
         self._in_backward.add(unit.index)
         self._gradients.start_backward(unit, self._plan.step)
-        self._hold(unit, Part.BACKWARD, self._owners_in_use[unit.index] | self._registered_owners[unit.index])
+        self._hold(unit, Part.BACKWARD, self._owners_of(unit))
+
+    def _owners_of(self, unit: Unit) -> set[int]:
+        """Return the units that own the unit's external parameters, as far as is known."""
+        return self._owners_in_use[unit.index] | self._registered_owners[unit.index]
 
     def _after_backward(self, unit: Unit, slot: int, *, waits: bool) -> None:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
