@@ -251,3 +251,49 @@ def test_the_gradient_of_a_gradient_trains_as_in_plain_torch(model_store: str, j
         backward(loss + gradient.square().sum())
 
     assert_trained_alike(model_store, job, Net(), STAGES[stage], penalize)
+
+
+class Energy(Net):
+    """A model that computes a gradient in its forward, and whose loss may depend on it."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        self.trains = trains
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        place = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(place)
+            (force,) = torch.autograd.grad(energy, place, create_graph=self.trains, retain_graph=True)
+        return energy + force.square().sum()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_may_compute_gradients(model_store: str, job: str, stage: str, trains: bool) -> None:
+    def evaluate_and_train(model: Any, backward: Any) -> None:
+        with torch.no_grad():
+            evaluated = model(inputs(1))
+        backward(model(inputs()) * evaluated)
+
+    assert_trained_alike(model_store, job, Energy(trains=trains), STAGES[stage], evaluate_and_train)
+
+
+@pytest.mark.parametrize("verb", ["loss.backward", "engine.backward", "engine.forward"])
+def test_a_forward_may_not_call_the_engine(model_store: str, job: str, verb: str) -> None:
+    model = Net()
+    with start(model_store, job, model, STAGES["3-store"]) as engine:
+
+        def call(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            hook.remove()
+            if verb == "loss.backward":
+                output.sum().backward()
+            elif verb == "engine.backward":
+                engine.backward(output.sum())
+            else:
+                engine(inputs())
+
+        hook = model.blocks[1].register_forward_hook(call)
+        with pytest.raises(PhaseError, match=r"torch\.autograd\.grad"):
+            engine(inputs())
+        assert engine(inputs()).isfinite()

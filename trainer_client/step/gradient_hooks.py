@@ -1,4 +1,4 @@
-"""A hook that is called once: when all gradients of several tensors have come in a backward pass.
+"""A hook that is called when all gradients of several tensors have come in a backward pass.
 
 It does what `torch.autograd.graph.register_multi_grad_hook` does, also where `torch.autograd.grad` asks for the
 gradient of one of the tensors that is a leaf, such as the input of the first block of a model. There torch's own hook
@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class AllGradientsHook:
-    """Calls a function once, when those gradients of some tensors have come that a backward pass computes."""
+    """Calls a function when those gradients of some tensors have come that a backward pass computes."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], act: Callable[[], None]) -> None:
-        """Call `act` in the first backward pass that computes a gradient of `tensors`, which all require one.
+    def __init__(self, tensors: Sequence[torch.Tensor], act: Callable[[], bool]) -> None:
+        """Call `act` in each pass that computes a gradient of `tensors`, which all require one, until it returns True.
 
         With several tensors this object and their graph refer to each other, so a graph whose backward does not come is
         freed by `remove` only, or by Python's garbage collector. One tensor needs no reference to its graph.
@@ -47,8 +47,8 @@ class AllGradientsHook:
             if self._missing[number]:
                 return
             del self._missing[number]
-        self.remove()
-        self._act()
+        if self._act():
+            self.remove()
 
 
 def is_computed(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,11 @@ external to the first unit. The other unit, its owner, is gathered at once, and 
 needs it, and again as long as its backward does. A unit that returns its parameters, or views of them, to its caller is
 held for the caller in the same way. The hooks remember the owners until the step ends.
 
+[Note: gradients in a forward] A model may compute gradients in its forward (torch.autograd.grad), as forces from an
+energy. That pass is a part of the forward and no backward pass of the engine: it ends no unit's backward. To the unit
+that runs it, the parameters of the units that it passes through are external ones. So these units are gathered for it
+and, as autograd may make a graph of it (create_graph), again for the backward of the unit that has run it.
+
 [Note: uses of tiles] A tile of a tied weight has several uses, in modules of their own (model/tile.py). The backward of
 each use ends by itself: the tile is released then, and its gradient is reduced, because between the uses all other
 tiles of the layer are used, and this rank would hold the whole layer or its whole gradient. So records of forwards, and
@@ -444,9 +449,15 @@ class UnitHooks:
             return before(args, kwargs) if before is not None else None
 
         def finish(_: nn.Module, __: Any, output: Any) -> None:
+            frame = self._running[-1] if self._running else None
+            if frame is None or frame.module is not module:
+                raise PhaseError(
+                    "the engine was called within a forward of its model: call its methods after the forward; within "
+                    "it, call the model's modules, and torch.autograd.grad for gradients"
+                )
             if after is not None:
-                after(self._running[-1], output)
-            self._running[-1].has_returned = True
+                after(frame, output)
+            frame.has_returned = True
 
         def leave(_: nn.Module, __: Any, ___: Any) -> None:
             with outside_of_transforms():
@@ -535,6 +546,8 @@ class UnitHooks:
         """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE."""
         self._recorder.compute(None)
         if self._trace is self._inference:
+            # Modules within may have run with gradients.
+            self._remove_records(0)
             self._inference.end()
         # The leases are checked next, which says something about the copies only when they are done.
         self._lanes.finish_copies_in()
@@ -586,6 +599,11 @@ class UnitHooks:
 
     # These methods are the hooks of backward, and install them.
 
+    @property
+    def _is_amid_forward(self) -> bool:
+        """Whether a forward is under way, to which gradients that come belong; see [Note: gradients in a forward]."""
+        return bool(self._running) and self.phase is not Phase.BACKWARD
+
     def _require_backward(self) -> None:
         """Begin a backward pass of the user's if none is under way, because autograd has called a hook.
 
@@ -630,12 +648,15 @@ class UnitHooks:
         # parameters, in any order, so parameters may still miss theirs.
         has_leaves = any(tensor.is_leaf for tensor in tensors)
 
-        def after_backward() -> None:
+        def after_backward() -> bool:
+            if self._is_amid_forward:
+                return False
             self._open[slot].discard(record)
             if not self._open[slot]:
                 self._after_backward(unit, slot, waits=has_leaves)
             elif unit.tile is not None:
                 self._release_after_backward(unit)
+            return True
 
         record.hook = ref(AllGradientsHook(tensors, after_backward))
 
@@ -648,6 +669,9 @@ class UnitHooks:
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         """Begin the unit's backward, because the gradient of one of its results has come."""
+        if self._is_amid_forward:
+            self._hold_for_user(self._running[-1].unit, {unit.index, *self._owners_of(unit)})
+            return
         self._require_backward()
         if torch.is_grad_enabled():
             # Autograd makes a graph of this pass (create_graph). No hook tells when the backward of that graph needs
@@ -736,8 +760,18 @@ class UnitHooks:
             if unit.tile is not None:
                 unit.tile.on_gradient = None
 
-    def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
-        """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
+    def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, tensor: torch.Tensor) -> None:
+        """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing.
+
+        Raises:
+            PhaseError: a forward is under way, or the engine is in a phase in which no backward pass can begin.
+        """
+        if self._is_amid_forward:
+            tensor.grad = None
+            raise PhaseError(
+                "backward() was called while a forward of the model is under way: within a forward, call "
+                "torch.autograd.grad; after a forward that was interrupted, call engine.backward(loss)"
+            )
         self._require_backward()
         gradient.accumulate(slot, self._plan.step, self._plan.gradient_factor)
         if unit.index not in self._almost_over or self._open[unit.index]:
@@ -777,9 +811,14 @@ class UnitHooks:
             user_unit = self._root
         else:
             raise ReleasedParameterError(parameter.fqn, function)
-        self._owners_in_use[user_unit.index].add(owner.index)
+        self._hold_for_user(user_unit, {owner.index})
+
+    def _hold_for_user(self, user_unit: Unit, owners: set[int]) -> None:
+        """Gather the `owners` of parameters that `user_unit` uses, and hold them for it, now and in its backward."""
+        self._owners_in_use[user_unit.index] |= owners
         part = Part.BACKWARD if user_unit.index in self._in_backward else Part.FORWARD
-        self._residency.hold(owner, Holder(user_unit.index, part), self._trace)
+        for index in sorted(owners):
+            self._residency.hold(self._units[index], Holder(user_unit.index, part), self._trace)
 
     def _share_with_caller(self, owner: Unit) -> None:
         """Hold `owner` for the unit that has called it, because it returns its parameters, or views of them."""
