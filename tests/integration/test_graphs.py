@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainer_client
 from trainer_client.errors import PhaseError
+from trainer_client.model.released import ReleasedParameter
 
 WIDTH = 16
 RATE = 0.125
@@ -297,3 +299,40 @@ def test_a_forward_may_not_call_the_engine(model_store: str, job: str, verb: str
         with pytest.raises(PhaseError, match=r"torch\.autograd\.grad"):
             engine(inputs())
         assert engine(inputs()).isfinite()
+
+
+class Wrapping(nn.Module):
+    """A block whose output hides the only tensor, so that the block stays gathered from its forward to its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> Shown:
+        return Shown(self.inner(hidden))
+
+
+class WrappingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Wrapping)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden).value
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("stage", ["3", "3-store"])
+def test_the_end_of_gathered_frees_nothing_that_a_backward_waits_for(model_store: str, job: str, stage: str) -> None:
+    def train(model: Any, backward: Any) -> None:
+        is_engine = isinstance(model, trainer_client.Engine)
+        with (
+            model.gathered(model.module.blocks) if is_engine else nullcontext(),
+            model.gathered(model.module.blocks[0]) if is_engine else nullcontext(),
+        ):
+            loss = model(inputs())
+        backward(loss)
+        if is_engine:
+            assert all(isinstance(parameter, ReleasedParameter) for parameter in model.module.blocks.parameters())
+
+    assert_trained_alike(model_store, job, WrappingNet(), STAGES[stage], train)

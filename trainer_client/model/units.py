@@ -191,6 +191,8 @@ class Unit:
             self._next_use = next_use
             self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
+            # The caller releases the unit when it needs it no more, perhaps after the last `release_hold`.
+            self._release_owed = False
             return GatherCost()
         pending, self._pending = self._pending, None
         self._leases = self._wait_for(pending) if pending else []
@@ -229,16 +231,16 @@ class Unit:
         All ranks must call this, unless gathers are one-sided. Mapped parameters are copied, because a user may hold
         more of them than fit into the store's host memory.
         """
-        if not self.is_held:
-            self._release_owed = self.state is not UnitState.GATHERED
+        release_owed = self._release_owed if self.is_held else self.state is not UnitState.GATHERED
         try:
             self.start_gather(position=0)
             self.wait_gather(next_use=None)
             self.copy_mapped()
         except BaseException:
-            if self._release_owed:
+            if release_owed:
                 self.release()
             raise
+        self._release_owed = release_owed
         self._holders += 1
 
     def copy_mapped(self) -> None:
