@@ -36,6 +36,30 @@ class Net(nn.Module):
         return hidden.square().sum(-1)
 
 
+class Borrower(nn.Module):
+    """A block that uses the weight of another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        # This is a plain list, so that the module in it is no child of the block.
+        self.others: list[nn.Linear] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.own(hidden))
+        for other in self.others:
+            hidden = hidden + nn.functional.linear(hidden, other.weight)
+        return hidden
+
+
+class Borrowing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Borrower() for _ in range(3)])
+        self.blocks[0].others.append(self.blocks[2].own)
+        self.blocks[2].others.append(self.blocks[1].own)
+
+
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "grad": lambda model, x: grad(model)(x[0]),
     "grad_and_value": lambda model, x: grad_and_value(model)(x[0]),
@@ -99,3 +123,18 @@ def test_gradients_of_the_input_of_the_first_block_are_asked_for_alone(model_sto
             optimizer.zero_grad()
         weights = engine.full_state_dict()
     torch.testing.assert_close(weights, dict(plain.state_dict()))
+
+
+def test_a_transform_of_a_model_with_external_parameters_is_that_of_the_plain_model(model_store: str, job: str) -> None:
+    model = Borrowing()
+    plain = deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": STAGES["3"],
+        "paramserver": {"address": model_store, "job": job},
+    }
+    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2))
+    with trainer_client.initialize(model=model, config=config)[0] as engine:
+        for _ in range(2):
+            torch.testing.assert_close(vmap(grad(engine))(inputs), vmap(grad(plain))(inputs), rtol=0, atol=0)

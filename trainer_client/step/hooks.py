@@ -817,8 +817,9 @@ class UnitHooks:
         """Gather the `owners` of parameters that `user_unit` uses, and hold them for it, now and in its backward."""
         self._owners_in_use[user_unit.index] |= owners
         part = Part.BACKWARD if user_unit.index in self._in_backward else Part.FORWARD
-        for index in sorted(owners):
-            self._residency.hold(self._units[index], Holder(user_unit.index, part), self._trace)
+        with outside_of_transforms():
+            for index in sorted(owners):
+                self._residency.hold(self._units[index], Holder(user_unit.index, part), self._trace)
 
     def _share_with_caller(self, owner: Unit) -> None:
         """Hold `owner` for the unit that has called it, because it returns its parameters, or views of them."""
