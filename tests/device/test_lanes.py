@@ -54,3 +54,14 @@ def test_a_stopwatch_reports_when_the_device_is_done() -> None:
     ((begin, end),) = reports
     assert begin <= end
     assert end > began - 1
+
+
+def test_memory_that_lanes_take_in_inference_mode_is_written_to_outside_of_it() -> None:
+    """The first forward of a run may be in inference mode."""
+    lanes, target = DeviceLanes(DEVICE), torch.zeros(4, device=DEVICE)
+    for number in range(4):
+        source = torch.full((4,), number, dtype=torch.float32)
+        with torch.inference_mode(number == 0):
+            lanes.copy_in(target, source.view(torch.uint8))
+        assert target.cpu().tolist() == [number] * 4
+    lanes.close()

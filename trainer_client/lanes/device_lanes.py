@@ -87,7 +87,8 @@ class Slot:
         if self._memory is None or self._memory.numel() < nbytes:
             # The former memory is freed before more is allocated. The in-lane has waited, so it may use it again.
             self._memory = None
-            with self._lane.stream:
+            # This may be a forward in inference mode, and its tensors could not be written to in a later forward.
+            with self._lane.stream, torch.inference_mode(False):
                 self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[:nbytes]
 
