@@ -18,7 +18,7 @@ from paramserver.contract.store_need import StoreNeed
 from paramserver.store_need import find_need
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from tests.integration.support.daemon import tiers
+from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.waiting import wait_until
 from trainer_client.config.loading import load_config
@@ -192,15 +192,16 @@ def test_the_bytes_that_two_ranks_move_are_those_of_a_plan(tmp_path: Path) -> No
     jobs = [
         {
             "model": model,
-            "config": config(tmp_path / f"state-{index}", stage=stage, homes=homes, bf16=False, **section)
+            "config": config(tmp_path / "of-a-job", stage=stage, homes=homes, bf16=False, **section)
             | {"gradient_accumulation_steps": micro_batches},
         }
-        for index, (stage, homes, micro_batches, section, model) in enumerate(JOBS)
+        for stage, homes, micro_batches, section, model in JOBS
     ]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(jobs))
 
-    run_ranks("tests.integration.support.planned_ranks", 2, path)
+    with Daemon(tmp_path / "state", {"host_budget": HOST_BUDGET, "nvme_budget": "1GiB"}) as daemon:
+        run_ranks("tests.integration.support.planned_ranks", 2, path, daemon.address)
 
 
 def test_the_smallest_host_budget_of_a_plan_is_the_one_that_the_daemon_asks_for(tmp_path: Path) -> None:

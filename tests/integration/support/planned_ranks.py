@@ -1,7 +1,8 @@
 """One of two ranks whose steps move the bytes that a plan says.
 
-test_plan.py runs `python -m tests.integration.support.planned_ranks JOBS`, where JOBS is a file with a list of
-jobs: the name of a model, and a training config. The ranks train one after the other.
+test_plan.py runs `python -m tests.integration.support.planned_ranks JOBS ADDRESS`, where JOBS is a file with a list of
+jobs: the name of a model, and a training config with a daemon of its own. That is what is planned. The ranks train the
+jobs one after the other at the daemon of ADDRESS, which has the same budgets.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ RANKS = 2
 WIDTH = 64
 # The first step learns the order of the units.
 STEPS = 3
+OF_THE_DAEMON = {"state_dir", "host_budget", "nvme_budget"}
 
 
 class Adapted(nn.Module):
@@ -95,19 +97,20 @@ MODELS: dict[str, type[nn.Module]] = {"Tower": Tower, "Headed": Headed, "Tied": 
 
 
 def main() -> None:
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        check(MODELS[job["model"]], job["config"])
+    for index, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        check(MODELS[job["model"]], job["config"], {"address": sys.argv[2], "job": f"planned-{index}"})
 
 
-def check(build: type[nn.Module], raw: dict[str, Any]) -> None:
-    """Compare the bytes of a step of a model with those of its plan."""
+def check(build: type[nn.Module], raw: dict[str, Any], at: dict[str, str]) -> None:
+    """Compare the bytes of a step of a model with those of its plan. The job is trained at another daemon's `at`."""
     micro_batches = raw["gradient_accumulation_steps"]
     config = load_config(raw, {})
     with torch.device("meta"):
         layout = lay_out(build(), config, World(ranks=RANKS))
     memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
     planned = find_traffic(layout, memory, config, micro_batches, is_cpu=True)
-    engine, *_ = trainer_client.initialize(model=build(), config=raw)
+    section = {key: value for key, value in raw["paramserver"].items() if key not in OF_THE_DAEMON}
+    engine, *_ = trainer_client.initialize(model=build(), config={**raw, "paramserver": section | at})
     with engine:
         for _ in range(STEPS * micro_batches):
             engine.backward(engine(torch.randn(4, WIDTH)))
