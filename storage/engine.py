@@ -833,7 +833,6 @@ class Engine:
         *,
         position: float = NEVER,
         keeps_gradient: bool = False,
-        is_last_use: bool = False,
         aside: bool = False,
     ) -> asyncio.Task[None]:
         """Start the update of a group to version `step`, and return its task. `commit` reports a failed update.
@@ -846,8 +845,6 @@ class Engine:
             position: the trace position of the group. Among the updates that wait, the one with the lowest position
                 runs next.
             keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
-            is_last_use: with `keeps_gradient`: the caller needs the gradient for nothing else, even if it withdraws the
-                update. So the gradient is freed when the update is done, if it is parked.
             aside: an update of bytes in host memory need not wait for the commit where there is room for its result,
                 see shadows.py. It takes one and a half times the processor time then.
 
@@ -857,8 +854,6 @@ class Engine:
         update = self._pending_steps.update(job, step, group, gradient, kernel, position, aside=aside)
         if not keeps_gradient:
             self.free_gradient(gradient, update)
-        elif is_last_use:
-            self.gradients.free_after_update(gradient)
         return update
 
     def free_gradient(self, gradient: Gradient, update: asyncio.Task[None]) -> None:

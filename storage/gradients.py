@@ -172,6 +172,39 @@ class Activation(Parkable):
     holder: str
 
 
+class _Patience:
+    """The time for which requests wait for the next update that frees its gradient.
+
+    Args:
+        act: called when the time is over. Only until it returns, `lasts` is false.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    def lasts(self) -> bool:
+        """Return whether requests may still wait. The first call begins the time."""
+        if self._timer is None and not self._is_over:
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._end)
+        return not self._is_over
+
+    def renew(self) -> None:
+        """Have the next call of `lasts` begin the time anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._timer = None
+        self._is_over = True
+        try:
+            self._act()
+        finally:
+            self._is_over = False
+
+
 class Gradients:
     """The gradients of all jobs of one engine."""
 
@@ -199,10 +232,7 @@ class Gradients:
         # Tasks that wait for room for a gradient, which a failed spill ends with its error.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
-        # The timer that ends the patience with updates that free their gradients, if a request waits for one. And
-        # whether the patience is over.
-        self._patience: asyncio.TimerHandle | None = None
-        self._is_impatient = False
+        self._patience = _Patience(self.relieve)
         # The activations that wait for room, in the order of their requests.
         self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
         host.when_room_is_short(self.relieve)
@@ -321,7 +351,7 @@ class Gradients:
                 self._keep(memory)
         self.relieve()
 
-    def free_after_update(self, gradient: Gradient) -> None:
+    def free_when_used_up(self, gradient: Gradient) -> None:
         """Free a gradient as soon as its update is done and it is parked, because its client has no other use for it.
 
         A gradient that the client does not park stays until the client's lease ends.
@@ -332,7 +362,7 @@ class Gradients:
 
     def _end_last_use(self, gradient: Gradient) -> None:
         """Free a gradient whose update is done, if it is parked, and have patience with the next one."""
-        self._end_patience()
+        self._patience.renew()
         if gradient.is_used_up:
             self.free(gradient)
         self.relieve()
@@ -442,28 +472,11 @@ class Gradients:
         for memory in list(self._order()):
             if max(short, 0 if memory.is_updating else excess) <= 0:
                 continue
-            if memory.will_be_used_up and self._has_patience():
+            if memory.will_be_used_up and self._patience.lasts():
                 continue
             self._begin_spill(memory)
             short -= memory.nbytes
             excess -= memory.nbytes
-
-    def _has_patience(self) -> bool:
-        """Return whether requests may still wait for an update to free its gradient; the first call begins the wait."""
-        if self._patience is None and not self._is_impatient:
-            self._patience = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience)
-        return not self._is_impatient
-
-    def _lose_patience(self) -> None:
-        self._end_patience()
-        self._is_impatient = True
-        self.relieve()
-        self._is_impatient = False
-
-    def _end_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
 
     def relieve_jobs(self, jobs: Collection[str]) -> None:
         """Begin to spill one parked gradient of these jobs, unless one is being spilled."""
@@ -475,7 +488,7 @@ class Gradients:
 
     async def close(self) -> None:
         """Wait for the spills under way."""
-        self._end_patience()
+        self._patience.renew()
         while tasks := [memory._spilling for memory in self._spilling if memory._spilling is not None]:
             await asyncio.wait(tasks)
 

@@ -365,10 +365,11 @@ class Grants:
                 kernel,
                 position=position,
                 keeps_gradient=True,
-                is_last_use=request.final,
                 # The client's device computes, so the host has time for it.
                 aside=request.provisional and session.registers_arena,
             )
+            if request.final:
+                self._engine.gradients.free_when_used_up(lease.gradient)
             if not request.provisional:
                 self._hand_over(session, lease)
 

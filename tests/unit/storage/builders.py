@@ -316,7 +316,7 @@ class Training:
             position: the trace position at which the groups are needed next.
             before_update: called with each gradient when it has its values.
             aside: see Engine.update.
-            is_last_use: see Engine.update.
+            is_last_use: whether the gradients are freed when they are used up, see Gradients.free_when_used_up.
         """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
@@ -339,9 +339,10 @@ class Training:
                 wrap(update),
                 position=position,
                 keeps_gradient=is_last_use,
-                is_last_use=is_last_use,
                 aside=aside,
             )
+            if is_last_use:
+                self.engine.gradients.free_when_used_up(gradient)
 
     async def assert_at(self, step: int, *, as_of: int | None = None) -> None:
         """Check that the bytes of every shard and kind are those of torch after `step`, bit for bit.
