@@ -97,7 +97,8 @@ def _make_parts(
         optimizer=user.optimizer,
         scaler=scaler,
         clipping=clipping,
-        early_updates=bool(rank.settings.paramserver.early_updates),
+        early=early,
+        begins_early=bool(rank.settings.paramserver.early_updates),
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,
     )

@@ -16,7 +16,7 @@ from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
 # The end of an error text.
-FINAL_PROMISE = (
+_PROMISE = (
     'paramserver.early_updates is "final", which promises that nothing reads or changes gradients, weights, states or '
     "hyper-parameters between the last backward pass of a step and the step: set it to true"
 )
@@ -53,13 +53,12 @@ class EarlyUpdates:
             gradients whose update is done. An update may then be withdrawn only if its step is not made.
 
     Attributes:
-        are_final: see above.
         begun: number of early updates so far, in all steps.
         withdrawn: how many of them were undone.
     """
 
     def __init__(self, store: RankStore, *, are_final: bool = False) -> None:
-        self.are_final = are_final
+        self._are_final = are_final
         self.begun = 0
         self.withdrawn = 0
         self._store = store
@@ -78,7 +77,7 @@ class EarlyUpdates:
             table: the hyper-parameters that `update` names by number.
             rows: those of each shard; None: the shard stays as it is.
         """
-        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self.are_final)
+        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self._are_final)
         self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
         self.begun += 1
 
@@ -111,8 +110,17 @@ class EarlyUpdates:
             change: the reason, as the beginning of a sentence.
             group: the flat group that changes; None: all of them.
         """
-        if self.are_final and (self._of_group if group is None else group in self._of_group):
-            raise PhaseError(f"{change}, but {FINAL_PROMISE}")
+        if self._are_final and (self._of_group if group is None else group in self._of_group):
+            raise PhaseError(f"{change}, but {_PROMISE}")
+
+    def require_kept(self, use: str) -> None:
+        """Raise PhaseError, on all ranks alike, if the store may have freed gradients whose update is done.
+
+        Args:
+            use: the use of a gradient that needs it, as the beginning of a sentence.
+        """
+        if self._are_final:
+            raise PhaseError(f"{use}, but {_PROMISE}")
 
     def withdraw(self, group: str) -> None:
         """Have the store undo the group's early update, if there is one, because its gradient or its rule changes."""

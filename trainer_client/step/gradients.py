@@ -18,13 +18,13 @@ import torch
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.device import memory_bytes
-from trainer_client.errors import PhaseError, StoreError, TrainerClientError
+from trainer_client.errors import StoreError, TrainerClientError
 from trainer_client.lanes.lanes import Act, Copy, Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_updates import FINAL_PROMISE, EarlyUpdates
+from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
 from trainer_client.step.gradient_window import GradientWindow
 from trainer_client.step.norms import Norms
@@ -567,7 +567,7 @@ class Gradients:
             PhaseError: the store may have freed it.
         """
         self._check_reduced()
-        self.require_kept("a gradient was asked for")
+        self._early_updates.require_kept("a gradient was asked for")
         found = self._find(group)
         alone = self._collectives.world_size == 1
         exists = found is not None and found.memory.is_requested and (not alone or slot in found.present)
@@ -578,7 +578,7 @@ class Gradients:
 
         Return None, on all ranks alike, if none is reduced. It can raise PhaseError, as `partition_of` does.
         """
-        self.require_kept("a gradient was asked for")
+        self._early_updates.require_kept("a gradient was asked for")
         found = self._find(group)
         return found.partition if found is not None and found.is_reduced else None
 
@@ -601,18 +601,9 @@ class Gradients:
             PhaseError: the store may have freed it.
         """
         self._check_reduced()
-        self.require_kept("a gradient was set")
+        self._early_updates.require_kept("a gradient was set")
         found = self._find(group)
         return found is not None and found.memory.is_requested
-
-    def require_kept(self, use: str) -> None:
-        """Raise PhaseError, on all ranks alike, if the store may have freed gradients whose update is done.
-
-        Args:
-            use: the use of a gradient that needs it, as the beginning of a sentence.
-        """
-        if self._early_updates.are_final:
-            raise PhaseError(f"{use}, but {FINAL_PROMISE}")
 
     def change(self, group: FlatGroup, slot: int) -> torch.Tensor:
         """Return this rank's part [partition_numel] of a group's gradient, for the caller to write that of a parameter.

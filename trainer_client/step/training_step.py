@@ -16,6 +16,7 @@ import torch
 from trainer_client.errors import ConfigError, UnusedParameterError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
+from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.updates import UpdateRule, Updates
@@ -55,7 +56,8 @@ class TrainingStep:
     """The training steps of one engine, one at a time.
 
     Args:
-        early_updates: whether the store may begin with updates in the backward pass.
+        early: the early updates, the same object that `gradients` and `updates` have.
+        begins_early: whether the store may begin with updates in the backward pass.
         parameters: how many parameters the model has.
         required: the parameters of which a step must have a gradient, as long as they are trained.
 
@@ -74,7 +76,8 @@ class TrainingStep:
         optimizer: StoreOptimizer,
         scaler: LossScaler,
         clipping: Clipping,
-        early_updates: bool,
+        early: EarlyUpdates,
+        begins_early: bool,
         parameters: int,
         required: Sequence[ModelParameter] = (),
     ) -> None:
@@ -87,7 +90,8 @@ class TrainingStep:
         self._optimizer = optimizer
         self._scaler = scaler
         self._clipping = clipping
-        self._early_updates = early_updates
+        self._early = early
+        self._begins_early = begins_early
         self._required = required
         # The clipping that the user has chosen for the step under way; None if it is the config's. The last step's
         # tells what to foresee for the next one.
@@ -109,7 +113,7 @@ class TrainingStep:
             is_last: whether it is the last one of the step, and reduces gradients as the backwards of units end.
         """
         rule = None
-        if is_last and self._early_updates and not self._clips and self._can_update():
+        if is_last and self._begins_early and not self._clips and self._can_update():
             group_of = self._optimizer.groups_of_parameters()
             present = [True] * len(self.update_counts)
             rule = self._rule(self._scale(torch.ones((), dtype=torch.float32)), self._last.value, group_of, present)
@@ -167,7 +171,7 @@ class TrainingStep:
 
         All ranks must call this. It can raise PhaseError.
         """
-        self._gradients.require_kept("engine.clip_grad_norm_() was called")
+        self._early.require_kept("engine.clip_grad_norm_() was called")
         self._choose(Clipping(norm=limit))
         self._gradients.complete(step)
         self._gradients.make_norms_exact()
@@ -190,7 +194,7 @@ class TrainingStep:
 
     def require_revisable(self, change: str) -> None:
         """Raise PhaseError if a final update has begun that would have to be made again because of the `change`."""
-        self._updates.require_revisable(change)
+        self._early.require_revisable(change)
 
     def withdraw_early_updates(self) -> None:
         """Withdraw the updates that began in the backward pass, because the states change. The gradients stay."""

@@ -117,10 +117,6 @@ class Updates:
         update = self._describe(gradient, leased, rule, gradient.present)
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
-    def require_revisable(self, change: str) -> None:
-        """Raise PhaseError if a final update has begun that would have to be made again because of the `change`."""
-        self._early.require_revisable(change)
-
     def withdraw_early(self) -> None:
         """Have the store undo all early updates, because the states that they are computed from change.
 
