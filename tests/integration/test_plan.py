@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
+from paramserver.config import DaemonConfig
 from paramserver.contract.channel import channel_to
 from paramserver.contract.store_need import StoreNeed
 from paramserver.store_need import find_need
@@ -61,6 +64,19 @@ def config(state_dir: Path, *, stage: int, homes: tuple[Any, Any], bf16: bool, *
     }
 
 
+@contextmanager
+def served(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the config of the same job at a running daemon, which starts much faster than one that the job starts.
+
+    The daemon has the directory, the budgets and the number of sessions that the job's own daemon would have.
+    """
+    section = dict(raw["paramserver"])
+    budgets = {key: section.pop(key) for key in ("host_budget", "nvme_budget")}
+    sessions = DaemonConfig.model_fields["max_sessions"].default
+    with Daemon(Path(section.pop("state_dir")), budgets | {"max_sessions": sessions}) as daemon:
+        yield raw | {"paramserver": section | {"address": daemon.address}}
+
+
 def planned(tmp_path: Path, raw: dict[str, Any], budget: int = HOST_BUDGET) -> tuple[Layout, StoreNeed]:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPE | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
@@ -88,8 +104,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_store(
     raw = config(tmp_path / "state", stage=stage, homes=homes, bf16=bf16)
     layout, need = planned(tmp_path, raw)
 
-    engine, *_ = trainer_client.initialize(model=model(), config=raw)
-    with engine:
+    with served(raw) as job, trainer_client.initialize(model=model(), config=job)[0] as engine:
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -121,8 +136,7 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
     traffic = find_traffic(layout, memory, loaded, 1, is_cpu=True)
 
-    engine, *_ = trainer_client.initialize(model=model(), config=raw)
-    with engine:
+    with served(raw) as job, trainer_client.initialize(model=model(), config=job)[0] as engine:
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         # The first step learns the order of the units.
         for _ in range(3):
@@ -150,8 +164,7 @@ def test_gradients_placed_on_nvme_are_written_as_often_as_a_plan_says(tmp_path: 
     traffic = find_traffic(layout, memory, loaded, 2, is_cpu=True)
     address = f"unix:{tmp_path / 'state'}/paramserver.sock"
 
-    engine, *_ = trainer_client.initialize(model=model(), config=raw)
-    with engine:
+    with served(raw) as job, trainer_client.initialize(model=model(), config=job)[0] as engine:
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         written = 0
         for _ in range(3):
@@ -258,8 +271,7 @@ def test_the_boundaries_of_a_plan_are_those_that_a_run_moves_and_spills(
     assert bool(need.spilled_boundary_bytes) is (host_budget == 6 * MIB)
     assert bool(rehearsed.again_boundary_bytes) is recompute
 
-    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
-    with engine:
+    with served(raw) as job, trainer_client.initialize(model=Tower(), config=job)[0] as engine:
         loss = engine(torch.randn(TOKENS, WIDTH))
         address = f"unix:{tmp_path / 'state'}/paramserver.sock"
         # A spill may still be under way.
@@ -293,8 +305,7 @@ def test_a_boundary_for_which_a_plan_has_no_room_on_nvme_stays_on_the_device(tmp
     raw, memory, traffic, _ = with_boundaries(tmp_path, 6 * MIB)
     raw["paramserver"]["nvme_budget"] = memory.store.nvme_bytes - MIB // 16
 
-    engine, *_ = trainer_client.initialize(model=Tower(), config=raw)
-    with engine:
+    with served(raw) as job, trainer_client.initialize(model=Tower(), config=job)[0] as engine:
         engine.backward(engine(torch.randn(TOKENS, WIDTH)))
         engine.step()
         report = engine.step_report()
