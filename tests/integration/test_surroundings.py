@@ -83,51 +83,54 @@ OPTIMISED = 'python=$1; shift; exec "$python" -OO "$@"'
 NO_SHARED_MEMORY = """exec unshare --mount /bin/sh -c 'mount -t tmpfs -o ro none /dev/shm && exec "$@"' sh "$@\""""
 DEAD_PROXY = "http://127.0.0.1:9"
 
+# The import of torch is most of what a case costs. So surroundings share a case if they act on different things, such
+# as the locale and the mode of files. A surrounding that hides the daemon's output shares with no other one.
 FOR_DAEMONS = {
-    "C locale": Surrounding(variables={"LC_ALL": "C", "LANG": None}),
-    "ASCII locale": Surrounding(variables={"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
-    "Turkish locale, odd time zone": Surrounding(
-        variables={"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "TZ": "Pacific/Kiritimati"}
+    "C locale, umask 000": Surrounding(variables={"LC_ALL": "C", "LANG": None}, shell='umask 000; exec "$@"'),
+    "ASCII locale, closed stdin": Surrounding(
+        variables={"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, shell='exec "$@" <&-'
     ),
-    "no HOME": Surrounding(variables={"HOME": None, "USER": None, "LOGNAME": None}),
-    "HOME and TMPDIR that are not there": Surrounding(variables={"HOME": "/nonexistent", "TMPDIR": "/nonexistent"}),
-    "no PATH": Surrounding(variables={"PATH": None}),
-    "empty environment": Surrounding(empty=True),
-    "umask 000": Surrounding(shell='umask 000; exec "$@"'),
-    "umask 077": Surrounding(shell='umask 077; exec "$@"'),
-    "warnings as errors": Surrounding(variables={"PYTHONWARNINGS": "error"}),
-    "-OO": Surrounding(shell=OPTIMISED),
-    "development mode": Surrounding(variables={"PYTHONDEVMODE": "1"}),
-    "closed stdin": Surrounding(shell='exec "$@" <&-'),
-    "all streams closed": Surrounding(shell=CLOSED),
-    "full output": Surrounding(shell='exec "$@" >/dev/full 2>&1'),
-    "closed pipe as output": Surrounding(shell=BROKEN),
-    "read-only working directory": Surrounding(shell='cd /proc && exec "$@"'),
-    "deleted working directory": Surrounding(shell=DELETED),
-    "256 descriptors, no core, no locked memory": Surrounding(shell='ulimit -n 256 -c 0 -l 0; exec "$@"'),
-    "signals that are ignored, as by nohup and &": Surrounding(shell="trap '' HUP INT QUIT TERM PIPE; exec \"$@\""),
+    "Turkish locale, odd time zone, 256 descriptors, no core, no locked memory": Surrounding(
+        variables={"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "TZ": "Pacific/Kiritimati"},
+        shell='ulimit -n 256 -c 0 -l 0; exec "$@"',
+    ),
+    "no HOME, no PATH, signals that are ignored, as by nohup and &": Surrounding(
+        variables={"HOME": None, "USER": None, "LOGNAME": None, "PATH": None},
+        shell="trap '' HUP INT QUIT TERM PIPE; exec \"$@\"",
+    ),
+    "HOME and TMPDIR that are not there, deleted working directory": Surrounding(
+        variables={"HOME": "/nonexistent", "TMPDIR": "/nonexistent"}, shell=DELETED
+    ),
     # With the lowest priority, 19, a start would take minutes on a busy machine, because the process gets a hundredth
     # of a core.
-    "lower priority": Surrounding(shell='exec nice -n 5 "$@"'),
-    "no shared memory directory": Surrounding(shell=NO_SHARED_MEMORY, needs_namespace=True),
-    "Python's switches": Surrounding(
+    "empty environment, umask 077, lower priority": Surrounding(empty=True, shell='umask 077; exec nice -n 5 "$@"'),
+    "warnings as errors": Surrounding(variables={"PYTHONWARNINGS": "error"}),
+    "-OO, spaces and letters in the path": Surrounding(
+        shell=OPTIMISED, state_dir="Zust\xe4nde von  heute \N{SNOWMAN} 100%"
+    ),
+    "development mode, Python's switches": Surrounding(
         variables={
-            **{"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            **{"PYTHONDEVMODE": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             **{"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"},
         }
     ),
-    "libraries' switches": Surrounding(
+    "all streams closed": Surrounding(shell=CLOSED),
+    "full output": Surrounding(shell='exec "$@" >/dev/full 2>&1'),
+    "closed pipe as output": Surrounding(shell=BROKEN),
+    "libraries' switches, read-only working directory": Surrounding(
         variables={
             **{"OMP_NUM_THREADS": "3", "MALLOC_ARENA_MAX": "1", "MALLOC_PERTURB_": "165"},
             **{"GRPC_VERBOSITY": "debug", "http_proxy": DEAD_PROXY, "https_proxy": DEAD_PROXY},
-        }
+        },
+        shell='cd /proc && exec "$@"',
     ),
-    "spaces and letters in the path": Surrounding(state_dir="Zust\xe4nde von  heute \N{SNOWMAN} 100%"),
+    "no shared memory directory": Surrounding(shell=NO_SHARED_MEMORY, needs_namespace=True),
 }
 FOR_TRAINERS = {
     "warnings as errors": FOR_DAEMONS["warnings as errors"],
-    "-OO, 256 descriptors": Surrounding(shell=f"ulimit -n 256; {OPTIMISED}"),
-    "empty environment, read-only working directory": Surrounding(empty=True, shell='cd /proc && exec "$@"'),
+    "-OO, 256 descriptors, empty environment, read-only working directory": Surrounding(
+        empty=True, shell=f"cd /proc; ulimit -n 256; {OPTIMISED}"
+    ),
     "all streams closed": FOR_DAEMONS["all streams closed"],
 }
 
