@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 
-from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.boundary_training import (
     AGAIN,
     BLOCKS,
@@ -26,10 +25,14 @@ from tests.integration.support.boundary_training import (
     config,
     trained,
 )
-from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
+from tests.integration.support.daemon import MIB, Daemon, tiers
 from tests.integration.support.parking import assert_nothing_left, small_and_plenty
 from tests.integration.support.training import Run, assert_bit_equal, launch, train_through_store
 from trainer_client.errors import DaemonRestartedError, StoreUnavailableError
+
+# The losses and the weights of a training, and the function that returns those of a kind of training.
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+OnDevice = Callable[[bool, int], Trained]
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +42,31 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
         yield both
 
 
+@pytest.fixture(scope="module")
+def on_device(daemons: tuple[Daemon, Daemon]) -> OnDevice:
+    """The losses and weights of two steps whose boundaries stay on the device. Each training runs once.
+
+    The arguments say whether checkpoints are reentrant, and the number of micro-batches of a step.
+    """
+
+    @cache
+    def train(reentrant: bool, accumulation: int) -> Trained:
+        job = config(daemons[1], f"device-{reentrant}-{accumulation}", offload=False)
+        return trained(2, job, reentrant=reentrant, accumulation=accumulation)
+
+    return train
+
+
 CASES = [(True, 1), (False, 1), (True, 3), (False, 3)]
 
 
 @pytest.mark.parametrize(("reentrant", "accumulation"), CASES)
 def test_boundaries_in_host_memory_and_on_nvme_give_the_same_bits(
-    daemons: tuple[Daemon, Daemon], reentrant: bool, accumulation: int
+    daemons: tuple[Daemon, Daemon], on_device: OnDevice, reentrant: bool, accumulation: int
 ) -> None:
     small, plenty = daemons
     name, how = f"hand-{reentrant}-{accumulation}", {"reentrant": reentrant, "accumulation": accumulation}
-    expected = trained(2, config(plenty, f"{name}-device", offload=False), **how)
+    expected = on_device(reentrant, accumulation)
     assert_same(trained(2, config(plenty, f"{name}-host"), **how), expected)
     assert_same(trained(2, config(small, f"{name}-nvme"), **how), expected)
     for daemon in daemons:
@@ -76,14 +94,12 @@ def test_the_report_and_the_admin_tool_show_the_bytes(daemons: tuple[Daemon, Dae
         assert_nothing_left(daemon)
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_gpt2_gives_the_same_bits_on_two_ranks_and_over_streams(
-    daemons: tuple[Daemon, Daemon], tmp_path: Path, checkpointing: Any
-) -> None:
+def test_gpt2_gives_the_same_bits_on_two_ranks_and_over_streams(daemons: tuple[Daemon, Daemon], tmp_path: Path) -> None:
+    kinds: list[Literal["reentrant", "non-reentrant"]] = ["reentrant", "non-reentrant"]
     runs = [
         Run(
             layers=6,
-            steps=3,
+            steps=2,
             dropout=0.1,
             accumulation=accumulation,
             checkpointing=checkpointing,
@@ -95,6 +111,7 @@ def test_gpt2_gives_the_same_bits_on_two_ranks_and_over_streams(
                 activations=AGAIN | {"recompute": again},
             ),
         )
+        for checkpointing in kinds
         for accumulation, streams in ((1, False), (3, True))
         for offload, again in ((False, False), (True, False), (True, True))
     ]
@@ -130,9 +147,11 @@ def bytes_written(daemon: Daemon) -> int:
     return after
 
 
-def test_errors_in_forward_and_evaluation_leave_nothing_and_change_nothing(daemons: tuple[Daemon, Daemon]) -> None:
-    small, plenty = daemons
-    expected = trained(2, config(plenty, "errors-device", offload=False), reentrant=False)
+def test_errors_in_forward_and_evaluation_leave_nothing_and_change_nothing(
+    daemons: tuple[Daemon, Daemon], on_device: OnDevice
+) -> None:
+    small, _ = daemons
+    expected = on_device(False, 1)
     training = Training(config(small, "errors"), reentrant=False)
     training.step(0)
     batch = torch.randn(TOKENS, WIDTH)
@@ -156,10 +175,10 @@ def test_errors_in_forward_and_evaluation_leave_nothing_and_change_nothing(daemo
 
 @pytest.mark.parametrize(("reentrant", "recompute"), [(True, False), (False, False), (False, True)])
 def test_an_error_in_backward_leaves_nothing_and_the_job_resumes(
-    daemons: tuple[Daemon, Daemon], reentrant: bool, recompute: bool
+    daemons: tuple[Daemon, Daemon], on_device: OnDevice, reentrant: bool, recompute: bool
 ) -> None:
     name = f"{reentrant}-{recompute}"
-    expected = trained(2, config(daemons[1], f"backward-device-{name}", offload=False), reentrant=reentrant)
+    expected = on_device(reentrant, 1)
     activations = AGAIN | {"recompute": recompute}
     job = config(daemons[0], f"backward-{name}", activations=activations)
     training = Training(job, reentrant=reentrant)
@@ -190,22 +209,20 @@ def test_a_boundary_that_is_changed_in_place_is_torchs_error(daemons: tuple[Daem
 
 
 def test_what_the_store_has_no_room_for_stays_and_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_device: OnDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Daemon(tmp_path / "full", {"host_budget": SMALL, "nvme_budget": "4MiB"}) as daemon, ExitStack() as stack:
-        expected = trained(2, config(daemon, "full-device", offload=False), reentrant=False)
-        with admin_of(daemon.address) as admin:
-            admin.DeleteJob(admin_pb.DeleteJobRequest(job="full-device"), timeout=30)
-        stack.enter_context(caplog.at_level(logging.WARNING, "trainer_client.step.activations"))
-        assert_same(trained(2, config(daemon, "full"), reentrant=False), expected)
+    budgets = {"host_budget": SMALL, "nvme_budget": "4MiB"}
+    caplog.set_level(logging.WARNING, "trainer_client.step.activations")
+    with Daemon(tmp_path / "full", budgets) as daemon:
+        assert_same(trained(2, config(daemon, "full"), reentrant=False), on_device(False, 1))
         assert len([r for r in caplog.records if "stay on the device" in r.message]) == 1
         assert_nothing_left(daemon)
 
 
-def test_the_daemon_is_killed_within_backward_and_the_job_resumes(tmp_path: Path) -> None:
+def test_the_daemon_is_killed_within_backward_and_the_job_resumes(on_device: OnDevice, tmp_path: Path) -> None:
     budgets = {"host_budget": SMALL, "nvme_budget": "1GiB"}
     with Daemon(tmp_path / "killed", budgets) as daemon:
-        expected = trained(2, config(daemon, "killed-device", offload=False), reentrant=False)
+        expected = on_device(False, 1)
         job = config(daemon, "killed")
         training = Training(job, reentrant=False)
         training.step(0)
@@ -227,8 +244,8 @@ def test_the_daemon_is_killed_within_backward_and_the_job_resumes(tmp_path: Path
 
 # torch.compile looks at `.grad` of a block's input.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_blocks_and_kept_bytes_give_the_same_bits(daemons: tuple[Daemon, Daemon]) -> None:
-    def run(job: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def test_compiled_blocks_and_kept_bytes_give_the_same_bits(daemons: tuple[Daemon, Daemon], on_device: OnDevice) -> None:
+    def run(job: dict[str, Any]) -> Trained:
         training = Training(job, reentrant=False)
         for block in training.model.blocks:
             block.compile(backend="aot_eager")
@@ -240,7 +257,7 @@ def test_compiled_blocks_and_kept_bytes_give_the_same_bits(daemons: tuple[Daemon
     assert_same(run(config(daemons[0], "compiled")), expected)
     assert_same(run(config(daemons[0], "compiled-again", activations=AGAIN)), expected)
     kept = config(daemons[0], "kept", activations={"smallest": 1024, "kept": 2 * MIB})
-    assert_same(trained(2, kept, reentrant=False), trained(2, config(daemons[1], "on", offload=False), reentrant=False))
+    assert_same(trained(2, kept, reentrant=False), on_device(False, 1))
     assert_nothing_left(daemons[0])
 
 
