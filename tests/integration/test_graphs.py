@@ -15,46 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import trainer_client
+from tests.integration.support.three_blocks import RATE, STAGES, WIDTH, ThreeBlocks, inputs, start
 from trainer_client.errors import PhaseError
 from trainer_client.model.released import ReleasedParameter
 
-WIDTH = 16
-RATE = 0.125
-STAGES: dict[str, dict[str, Any]] = {
-    "2": {"stage": 2},
-    "3": {"stage": 3},
-    "3-store": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-}
 
-
-class Net(nn.Module):
-    """A model of three blocks, each of which is a unit."""
-
-    def __init__(self, block: Callable[[], nn.Module] | None = None) -> None:
-        torch.manual_seed(1)
-        super().__init__()
-        make = block or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
-        self.blocks = nn.ModuleList([make() for _ in range(3)])
-
+class Net(ThreeBlocks):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden.square().mean()
-
-
-def start(address: str, job: str, model: nn.Module, zero: dict[str, Any], **keys: Any) -> trainer_client.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": zero,
-        "paramserver": {"address": address, "job": job},
-        **keys,
-    }
-    return trainer_client.initialize(model=model, config=config)[0]
-
-
-def inputs(number: int = 0) -> torch.Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
+        return super().forward(hidden).square().mean()
 
 
 def step(engine: trainer_client.Engine, _: Path) -> None:

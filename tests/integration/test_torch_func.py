@@ -12,28 +12,12 @@ import torch
 from torch import nn
 from torch.func import grad, grad_and_value, jacrev, vjp, vmap
 
-import trainer_client
-
-WIDTH = 16
-RATE = 0.125
-STAGES: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "2": {"stage": 2},
-    "3": {"stage": 3},
-    "3-store": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-}
+from tests.integration.support.three_blocks import RATE, STAGES, WIDTH, ThreeBlocks, inputs, start
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
-
+class Net(ThreeBlocks):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden.square().sum(-1)
+        return super().forward(hidden).square().sum(-1)
 
 
 class Borrower(nn.Module):
@@ -54,8 +38,7 @@ class Borrower(nn.Module):
 
 class Borrowing(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Borrower() for _ in range(3)])
+        super().__init__(Borrower)
         self.blocks[0].others.append(self.blocks[2].own)
         self.blocks[2].others.append(self.blocks[1].own)
 
@@ -75,21 +58,14 @@ def test_a_transform_of_an_engine_is_that_of_the_plain_model(model_store: str, j
     model = Net()
     plain = deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": STAGES[stage],
-        "paramserver": {"address": model_store, "job": job},
-    }
-    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2))
-    with trainer_client.initialize(model=model, config=config)[0] as engine:
+    batch = inputs(2)
+    with start(model_store, job, model, STAGES[stage], gradient_accumulation_steps=2) as engine:
         for name, transform in TRANSFORMS.items():
             for micro_batch in range(2):
-                expected, found = transform(plain, inputs), transform(engine, inputs)
+                expected, found = transform(plain, batch), transform(engine, batch)
                 torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{name}, micro-batch {micro_batch}")
-                engine.backward(engine(inputs).mean())
-                (plain(inputs).mean() / 2).backward()
+                engine.backward(engine(batch).mean())
+                (plain(batch).mean() / 2).backward()
                 engine.step()
             optimizer.step()
             optimizer.zero_grad()
@@ -102,22 +78,16 @@ def test_gradients_of_the_input_of_the_first_block_are_asked_for_alone(model_sto
     """The input is a leaf that goes into a unit as it is, of which torch's hook on several gradients knows nothing."""
     model = Net()
     plain = deepcopy(model)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": STAGES[stage],
-        "paramserver": {"address": model_store, "job": job},
-    }
     optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    with trainer_client.initialize(model=model, config=config)[0] as engine:
+    with start(model_store, job, model, STAGES[stage]) as engine:
         for number in range(3):
-            inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
-            expected, found = (torch.autograd.grad(each(inputs).sum(), inputs)[0] for each in (plain, engine))
+            leaf = inputs(number).requires_grad_()
+            expected, found = (torch.autograd.grad(each(leaf).sum(), leaf)[0] for each in (plain, engine))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
-            plain(inputs).mean().backward()
-            of_plain, inputs.grad = inputs.grad, None
-            engine.backward(engine(inputs).mean())
-            torch.testing.assert_close(inputs.grad, of_plain, rtol=0, atol=0)
+            plain(leaf).mean().backward()
+            of_plain, leaf.grad = leaf.grad, None
+            engine.backward(engine(leaf).mean())
+            torch.testing.assert_close(leaf.grad, of_plain, rtol=0, atol=0)
             engine.step()
             optimizer.step()
             optimizer.zero_grad()
@@ -128,13 +98,7 @@ def test_gradients_of_the_input_of_the_first_block_are_asked_for_alone(model_sto
 def test_a_transform_of_a_model_with_external_parameters_is_that_of_the_plain_model(model_store: str, job: str) -> None:
     model = Borrowing()
     plain = deepcopy(model)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": STAGES["3"],
-        "paramserver": {"address": model_store, "job": job},
-    }
-    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2))
-    with trainer_client.initialize(model=model, config=config)[0] as engine:
+    batch = inputs(2)
+    with start(model_store, job, model, STAGES["3"]) as engine:
         for _ in range(2):
-            torch.testing.assert_close(vmap(grad(engine))(inputs), vmap(grad(plain))(inputs), rtol=0, atol=0)
+            torch.testing.assert_close(vmap(grad(engine))(batch), vmap(grad(plain))(batch), rtol=0, atol=0)
