@@ -18,19 +18,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trainer_client
-from tests.integration.support.daemon import Daemon
 from trainer_client.errors import ConfigError
 
 WIDTH = 8
 OFFLOAD = {"device": "cpu"}
 STAGE_3 = {"stage": 3, "offload_param": OFFLOAD, "offload_optimizer": OFFLOAD}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Daemon(tmp_path_factory.mktemp("accelerator") / "state") as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +77,10 @@ class Loop:
         return losses
 
 
-def test_a_saved_state_goes_on_with_the_same_bits_in_another_run(store: str, tmp_path: Path) -> None:
+def test_a_saved_state_goes_on_with_the_same_bits_in_another_run(model_store: str, tmp_path: Path) -> None:
     """The names count up, only two stay, and the run that loads has a job of its own."""
     named = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    first = Loop(make(store, project_config=named))
+    first = Loop(make(model_store, project_config=named))
     for until in (1, 2, 3):
         first.run(until)
         first.accelerator.save_state()
@@ -99,7 +91,7 @@ def test_a_saved_state_goes_on_with_the_same_bits_in_another_run(store: str, tmp
     assert not list(tmp_path.rglob("optimizer.bin")) + list(tmp_path.rglob("model.safetensors"))
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    again = Loop(make(store, project_config=named))
+    again = Loop(make(model_store, project_config=named))
     again.run(1)
     again.accelerator.load_state()
     assert (again.step, again.accelerator.engine.global_steps) == (3, 3)
@@ -109,9 +101,9 @@ def test_a_saved_state_goes_on_with_the_same_bits_in_another_run(store: str, tmp
     again.accelerator.end_training()
 
 
-def test_plain_accelerate_trains_alike(store: str) -> None:
+def test_plain_accelerate_trains_alike(model_store: str) -> None:
     """The one-rank loop of the other tests has the losses of Accelerate itself, bit for bit."""
-    ours = Loop(make(store))
+    ours = Loop(make(model_store))
     torch.manual_seed(2)
     losses = ours.run(6)
     ours.accelerator.end_training()
@@ -122,10 +114,10 @@ def test_plain_accelerate_trains_alike(store: str) -> None:
     assert plain.run(6) == losses
 
 
-def test_a_script_that_is_started_again_begins_anew_unless_its_job_has_a_name(store: str) -> None:
+def test_a_script_that_is_started_again_begins_anew_unless_its_job_has_a_name(model_store: str, job: str) -> None:
     steps = []
-    for section in ({}, {}, {"job": "named"}, {"job": "named"}):
-        loop = Loop(make(store, {"paramserver": section}))
+    for section in ({}, {}, {"job": job}, {"job": job}):
+        loop = Loop(make(model_store, {"paramserver": section}))
         torch.manual_seed(3)
         assert loop.optimizer.param_groups[0]["lr"] == 1e-2
         steps.append((loop.accelerator.engine.global_steps, loop.run(3)))
@@ -136,8 +128,8 @@ def test_a_script_that_is_started_again_begins_anew_unless_its_job_has_a_name(st
     assert steps[3][0] == 3
 
 
-def test_weights_are_saved_and_read_under_the_names_of_the_model(store: str, tmp_path: Path) -> None:
-    loop = Loop(make(store))
+def test_weights_are_saved_and_read_under_the_names_of_the_model(model_store: str, tmp_path: Path) -> None:
+    loop = Loop(make(model_store))
     accelerator = loop.accelerator
     loop.run(2)
     weights = accelerator.get_state_dict(loop.model)
@@ -152,8 +144,8 @@ def test_weights_are_saved_and_read_under_the_names_of_the_model(store: str, tmp
     accelerator.end_training()
 
 
-def test_a_hook_of_a_saved_state_gets_the_weights(store: str, tmp_path: Path) -> None:
-    loop = Loop(make(store))
+def test_a_hook_of_a_saved_state_gets_the_weights(model_store: str, tmp_path: Path) -> None:
+    loop = Loop(make(model_store))
     loop.run(1)
     found: list[dict[str, torch.Tensor]] = []
     loop.accelerator.register_save_state_pre_hook(lambda *_: found.append(loop.accelerator.get_state_dict(loop.model)))
@@ -189,9 +181,9 @@ class Recorder(GeneralTracker):  # type: ignore[misc]
         self.logged.append("finished")
 
 
-def test_trackers_are_those_of_accelerate(store: str) -> None:
+def test_trackers_are_those_of_accelerate(model_store: str) -> None:
     recorder = Recorder()
-    accelerator = make(store, log_with=recorder)
+    accelerator = make(model_store, log_with=recorder)
     accelerator.init_trackers("project", config={"rate": 1})
     accelerator.log({"loss": 0.5}, step=3)
     accelerator.end_training()
@@ -199,7 +191,7 @@ def test_trackers_are_those_of_accelerate(store: str) -> None:
     assert recorder.logged == [{"rate": 1}, (3, {"loss": 0.5}), "finished"]
 
 
-def test_the_optimizer_and_the_schedule_may_be_those_of_the_config(store: str) -> None:
+def test_the_optimizer_and_the_schedule_may_be_those_of_the_config(model_store: str) -> None:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "scheduler": {
@@ -207,7 +199,7 @@ def test_the_optimizer_and_the_schedule_may_be_those_of_the_config(store: str) -
             "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"},
         },
     }
-    accelerator = make(store, config)
+    accelerator = make(model_store, config)
     model = build()
     placeholder = DummyOptim(model.parameters(), lr=0.4)
     model, optimizer, schedule = accelerator.prepare(
@@ -225,8 +217,8 @@ def test_the_optimizer_and_the_schedule_may_be_those_of_the_config(store: str) -
     accelerator.end_training()
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_and_the_schedule(store: str) -> None:
-    loop = Loop(make(store))
+def test_a_gradient_that_is_not_finite_skips_the_step_and_the_schedule(model_store: str) -> None:
+    loop = Loop(make(model_store))
     loop.accelerator.backward(loop.model(torch.full((1, WIDTH), torch.inf)).sum())
     loop.optimizer.step()
     loop.schedule.step()
@@ -236,8 +228,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_schedule(store: st
     loop.accelerator.end_training()
 
 
-def test_what_is_not_trained_is_prepared_too_and_a_second_model_after_the_first(store: str) -> None:
-    accelerator = make(store)
+def test_what_is_not_trained_is_prepared_too_and_a_second_model_after_the_first(model_store: str) -> None:
+    accelerator = make(model_store)
     teacher, criterion = accelerator.prepare(build().requires_grad_(False), nn.MSELoss())
     for _ in range(2):
         student = build()
@@ -250,14 +242,14 @@ def test_what_is_not_trained_is_prepared_too_and_a_second_model_after_the_first(
         student, optimizer = accelerator.free_memory(student, optimizer)
 
 
-def test_a_second_accelerator_has_the_precision_of_the_first(store: str) -> None:
-    make(store, mixed_precision="bf16")
+def test_a_second_accelerator_has_the_precision_of_the_first(model_store: str) -> None:
+    make(model_store, mixed_precision="bf16")
 
-    assert make(store).mixed_precision == "bf16"
+    assert make(model_store).mixed_precision == "bf16"
 
 
-def test_a_model_may_be_compiled(store: str) -> None:
-    accelerator = make(store, dynamo_backend="eager")
+def test_a_model_may_be_compiled(model_store: str) -> None:
+    accelerator = make(model_store, dynamo_backend="eager")
     model = build()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -265,8 +257,8 @@ def test_a_model_may_be_compiled(store: str) -> None:
     accelerator.end_training()
 
 
-def test_wrong_uses_say_what_to_write(store: str) -> None:
-    accelerator = make(store, gradient_accumulation_steps=2)
+def test_wrong_uses_say_what_to_write(model_store: str) -> None:
+    accelerator = make(model_store, gradient_accumulation_steps=2)
     alone = accelerator.prepare(build())
     with pytest.raises(RuntimeError, match=r"model, optimizer = accelerator\.prepare"):
         accelerator.backward(alone(torch.ones(1, WIDTH)).sum())
@@ -290,8 +282,8 @@ def test_wrong_uses_say_what_to_write(store: str) -> None:
     accelerator.end_training()
 
 
-def test_the_scripts_of_the_page_run(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMSERVER_ADDRESS", store)
+def test_the_scripts_of_the_page_run(model_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMSERVER_ADDRESS", model_store)
     page = (Path(__file__).parents[2] / "docs/accelerate.md").read_text(encoding="utf-8")
     scripts = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 

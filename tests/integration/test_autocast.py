@@ -3,7 +3,7 @@ where one context contains the optimizer's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainer_client
-from tests.integration.support.daemon import Daemon
 from tests.integration.support.failing import WIDTH, inputs
 from tests.integration.support.ranks import run_ranks
 from trainer_client.errors import ConfigError
@@ -80,13 +79,6 @@ def train_plain(*, checkpointed: bool) -> tuple[list[float], dict[str, torch.Ten
     return train(model, torch.Tensor.backward, step, one_context=False), dict(model.state_dict())
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Daemon(tmp_path_factory.mktemp("autocast") / "state") as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
-
-
 def start(address: str, job: str, model: nn.Module, **zero: Any) -> trainer_client.Engine:
     gather = zero.pop("gather", "auto")
     config = {
@@ -110,9 +102,11 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("one_context", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_context_may_contain_steps(store: str, way: str, checkpointed: bool, one_context: bool) -> None:
+def test_a_context_may_contain_steps(
+    model_store: str, job: str, way: str, checkpointed: bool, one_context: bool
+) -> None:
     model = Model(checkpointed=checkpointed)
-    with start(store, f"{way}-{checkpointed}-{one_context}", model, **WAYS[way]) as engine:
+    with start(model_store, job, model, **WAYS[way]) as engine:
         losses = train(engine, engine.backward, engine.step, one_context=one_context)
         weights = engine.full_state_dict()
 
@@ -123,9 +117,9 @@ def test_a_context_may_contain_steps(store: str, way: str, checkpointed: bool, o
 
 
 @pytest.mark.parametrize("way", ["mapped", "stage-1"])
-def test_a_change_by_hand_is_seen_within_the_context(store: str, way: str) -> None:
+def test_a_change_by_hand_is_seen_within_the_context(model_store: str, job: str, way: str) -> None:
     model = Model(checkpointed=False)
-    with start(store, f"change-{way}", model, **WAYS[way]) as engine, bf16(), torch.no_grad():
+    with start(model_store, job, model, **WAYS[way]) as engine, bf16(), torch.no_grad():
         before = engine(inputs(0)).item()
         engine.set_full("first.weight", "param", torch.ones(WIDTH, WIDTH))
         after = engine(inputs(0)).item()
@@ -151,13 +145,13 @@ class CountCasts(TorchDispatchMode):
         return result
 
 
-def test_no_cast_of_a_released_unit_is_kept(store: str) -> None:
+def test_no_cast_of_a_released_unit_is_kept(model_store: str, job: str) -> None:
     """A context's second forward makes as many casts as its first, one for each of the 4 matrices that compute in
     bf16."""
     model = Model(checkpointed=False)
     casts = []
     with ExitStack() as contexts:
-        engine = contexts.enter_context(start(store, "casts", model, **STAGE_3))
+        engine = contexts.enter_context(start(model_store, job, model, **STAGE_3))
         contexts.enter_context(bf16())
         contexts.enter_context(torch.no_grad())
         for _ in range(2):
@@ -167,17 +161,17 @@ def test_no_cast_of_a_released_unit_is_kept(store: str) -> None:
     assert casts == [4, 4]
 
 
-def test_gradients_of_the_named_modules_are_added_up_in_autocast_s_dtype(store: str) -> None:
+def test_gradients_of_the_named_modules_are_added_up_in_autocast_s_dtype(model_store: str, job: str) -> None:
     """Without names these are the linear and convolutional layers, and an empty list rounds none."""
-    run_ranks("tests.integration.support.autocast_ranks", 2, store, "reduced")
+    run_ranks("tests.integration.support.autocast_ranks", 2, model_store, job)
 
 
-def test_a_class_that_is_not_there_is_refused(store: str) -> None:
+def test_a_class_that_is_not_there_is_refused(model_store: str, job: str) -> None:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW"},
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]},
-        "paramserver": {"address": store, "job": "liner"},
+        "paramserver": {"address": model_store, "job": job},
     }
     with pytest.raises(ConfigError, match=r"names 'torch\.nn\.Liner', which is no class"):
         trainer_client.initialize(model=Model(checkpointed=False), config=config)

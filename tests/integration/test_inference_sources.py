@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import trainer_client
-from tests.integration.support.daemon import Daemon
 from tests.integration.support.waiting import wait_until
 from trainer_client.errors import ConfigError
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -66,31 +64,28 @@ def output_of(model: Any) -> torch.Tensor:
     return output
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Daemon(tmp_path_factory.mktemp("inference") / "state") as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
-
-
-def test_a_model_has_one_engine_at_a_time(address: str) -> None:
+def test_a_model_has_one_engine_at_a_time(model_store: str, job: str) -> None:
     model = model_of()
+    one, two = f"{job}-one", f"{job}-two"
     inference = {"host_bytes": 0}
-    with opened(model, config_for(address, "one", inference=inference)):
-        for config in (config_for(address, "two"), config_for(address, "two") | {"zero_optimization": {"stage": 1}}):
+    with opened(model, config_for(model_store, one, inference=inference)):
+        for config in (
+            config_for(model_store, two),
+            config_for(model_store, two) | {"zero_optimization": {"stage": 1}},
+        ):
             with pytest.raises(ConfigError, match="belongs to an open engine for inference"):
                 trainer_client.initialize(model=model, config=config)
         with pytest.raises(ConfigError, match="belongs to an open engine for inference"):
             trainer_client.initialize(
                 model=model,
-                config=config_for(address, "two") | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+                config=config_for(model_store, two) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
             )
         with pytest.raises(ConfigError, match="one engine at a time"):
-            trainer_client.init_inference(model, paramserver={"address": address, "job": "two"})
-    with opened(model_of(2), config_for(address, "two")):
+            trainer_client.init_inference(model, paramserver={"address": model_store, "job": two})
+    with opened(model_of(2), config_for(model_store, two)):
         pass
     # After the end of its engine a model may have the weights of another job, or of a later step.
-    with opened(model, config_for(address, "two")) as engine:
+    with opened(model, config_for(model_store, two)) as engine:
         expected = model_of(2)
         assert torch.equal(output_of(engine), output_of(expected))
         for state in (engine.full_state_dict(), model.state_dict()):
@@ -98,29 +93,29 @@ def test_a_model_has_one_engine_at_a_time(address: str) -> None:
 
 
 def test_a_process_that_a_launcher_has_numbered_puts_the_model_into_the_store(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    model_store: str, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with trainer_client.init_inference(model_of(3), paramserver={"address": address, "job": "numbered"}) as engine:
+    with trainer_client.init_inference(model_of(3), paramserver={"address": model_store, "job": job}) as engine:
         assert torch.equal(output_of(engine), output_of(model_of(3)))
 
 
 def test_a_process_goes_on_where_another_one_has_ended_without_a_commit(
-    address: str, caplog: pytest.LogCaptureFixture
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     specs = {"weight": TensorSpec(shape=(4,), dtype=torch.float32)}
     outputs: list[torch.Tensor] = []
 
     def run() -> None:
-        with opened(model_of(), config_for(address, "abandoned")) as engine:
+        with opened(model_of(), config_for(model_store, job)) as engine:
             outputs.append(output_of(engine))
 
-    with StoreClientSync.connect(address) as client:
-        writer = client.open("abandoned", specs)
+    with StoreClientSync.connect(model_store) as client:
+        writer = client.open(job, specs)
         waiting = threading.Thread(target=run, daemon=True)
         waiting.start()
-        wait_until(lambda: "another process is putting job 'abandoned'" in caplog.text)
+        wait_until(lambda: f"another process is putting job '{job}'" in caplog.text)
         writer.close()
         waiting.join(30)
         assert not waiting.is_alive()
@@ -128,12 +123,14 @@ def test_a_process_goes_on_where_another_one_has_ended_without_a_commit(
         assert torch.equal(output, output_of(model_of()))
 
 
-def test_values_that_files_lack_make_another_job(address: str, tmp_path: Path) -> None:
+def test_values_that_files_lack_make_another_job(model_store: str, tmp_path: Path) -> None:
     state = model_of().state_dict()
     save_file({name: value for name, value in state.items() if name.startswith("0.")}, tmp_path / "model.safetensors")
     jobs = set()
     for seed in (4, 5, 4):
-        model = trainer_client.load_checkpoint_and_dispatch(model_of(seed), tmp_path, paramserver={"address": address})
+        model = trainer_client.load_checkpoint_and_dispatch(
+            model_of(seed), tmp_path, paramserver={"address": model_store}
+        )
         expected = model_of(seed)
         expected.load_state_dict(state | expected.state_dict() | {n: v for n, v in state.items() if n[0] == "0"})
         assert torch.equal(output_of(model), output_of(expected))
@@ -142,18 +139,18 @@ def test_values_that_files_lack_make_another_job(address: str, tmp_path: Path) -
     assert len(jobs) == 2
 
 
-def test_a_buffer_on_the_meta_device_is_made_by_its_module(address: str) -> None:
+def test_a_buffer_on_the_meta_device_is_made_by_its_module(model_store: str, job: str) -> None:
     state = model_of().state_dict()
     for _ in range(2):
         with torch.device("meta"):
             model = model_of()
         # The parameters have values afterwards, and the buffer has none, because the state does not have it.
         model.load_state_dict(state, assign=True)
-        with opened(model, config_for(address, "meta")) as engine:
+        with opened(model, config_for(model_store, job)) as engine:
             assert torch.equal(output_of(engine), output_of(model_of()))
 
 
-def test_a_buffer_on_the_meta_device_has_the_value_in_the_files(address: str, tmp_path: Path) -> None:
+def test_a_buffer_on_the_meta_device_has_the_value_in_the_files(model_store: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
         # No function of the model sets this buffer.
@@ -165,22 +162,24 @@ def test_a_buffer_on_the_meta_device_has_the_value_in_the_files(address: str, tm
     save_file(full.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
         model = build()
-    trainer_client.load_checkpoint_and_dispatch(model, tmp_path, paramserver={"address": address})
+    trainer_client.load_checkpoint_and_dispatch(model, tmp_path, paramserver={"address": model_store})
     assert torch.equal(model[0].scale, full[0].scale)
     assert torch.equal(output_of(model), output_of(full))
     model.paramserver_engine.close()
 
 
-def test_buffers_that_a_commit_does_not_have_are_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_that_a_commit_does_not_have_are_named(
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def with_buffers(sizes: dict[str, int]) -> nn.Module:
         model = model_of()
         for name, size in sizes.items():
             model[1].register_buffer(name, torch.zeros(size))
         return model
 
-    config = config_for(address, "buffers") | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    config = config_for(model_store, job) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     sizes = {"changed": 3, "large": LARGE}
     trainer_client.initialize(model=with_buffers(sizes), config=config)[0].close()
-    with opened(with_buffers(sizes | {"changed": 4}), config_for(address, "buffers")):
+    with opened(with_buffers(sizes | {"changed": 4}), config_for(model_store, job)):
         assert "the stored buffer '1.changed' of shape [3] is not in this model" in caplog.text
         assert "no values of 1 buffers, which are too large for a commit (1.large)" in caplog.text

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.integration.support.daemon import Daemon
 from trainer_client.errors import ConfigError
 
 pytest.importorskip("lightning", reason="lightning is not installed: `make peers` installs it")
@@ -31,13 +30,6 @@ Make = Callable[..., tuple[Trainer, Any]]
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*LeafSpec.*:FutureWarning")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Daemon(tmp_path_factory.mktemp("lightning") / "state") as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
-
-
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
     """Lightning says in the environment which rank a process is, and leaves its process group at the process's end."""
@@ -48,7 +40,7 @@ def _own_environment() -> Iterator[None]:
 
 
 @pytest.fixture
-def make(store: str, tmp_path: Path) -> Iterator[Make]:
+def make(model_store: str, tmp_path: Path) -> Iterator[Make]:
     """A function that makes a Trainer and its strategy, which is closed at the end of the test.
 
     The function's arguments are those of the Trainer, and `section` with further keys of `paramserver`. With `plain`
@@ -59,7 +51,7 @@ def make(store: str, tmp_path: Path) -> Iterator[Make]:
     def make(*, plain: bool = False, section: Any = None, **arguments: Any) -> tuple[Trainer, Any]:
         strategy: Any = "ddp"
         if not plain:
-            keys = {"address": store, **(section or {})}
+            keys = {"address": model_store, **(section or {})}
             strategy = ParamserverStrategy(config={"paramserver": keys, "gradient_clipping": 0})
             strategies.append(strategy)
         trainer = Trainer(
@@ -166,10 +158,10 @@ def test_a_file_with_other_parameter_groups_is_refused(make: Make, tmp_path: Pat
         trainer.fit(module, loader(), ckpt_path=str(tmp_path / "plain.ckpt"))
 
 
-def test_a_named_job_goes_on_with_its_weights_and_a_new_schedule_at_its_first_rate(make: Make) -> None:
+def test_a_named_job_goes_on_with_its_weights_and_a_new_schedule_at_its_first_rate(make: Make, job: str) -> None:
     modules = [Module(), Module()]
     for module in modules:
-        trainer, strategy = make(section={"job": "named"})
+        trainer, strategy = make(section={"job": job})
         trainer.fit(module, loader())
         strategy.close()
 
@@ -186,9 +178,9 @@ def test_a_callback_that_averages_weights_is_refused(make: Make, callback: Any) 
         trainer.fit(Module(), loader())
 
 
-def test_an_error_after_a_fit_takes_neither_the_engine_nor_its_last_step(make: Make) -> None:
+def test_an_error_after_a_fit_takes_neither_the_engine_nor_its_last_step(make: Make, job: str) -> None:
     # With this durability only the third step is committed within the fit.
-    section = {"job": "failing", "durability": "snapshot:3"}
+    section = {"job": job, "durability": "snapshot:3"}
     trainer, strategy = make(section=section)
     module = Module()
     trainer.fit(module, loader())

@@ -3,7 +3,6 @@ config, and steps whose micro-batches the engine does not count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.support.daemon import Daemon
 from tests.integration.support.failing import WIDTH, inputs
 from trainer_client.errors import PhaseError
 
@@ -23,13 +21,6 @@ OFFLOADED: dict[str, Any] = {
     "offload_optimizer": {"device": "cpu"},
 }
 PLACES: dict[str, dict[str, Any]] = {"device": {"stage": 2}, "store": OFFLOADED}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Daemon(tmp_path_factory.mktemp("controls") / "state") as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
 
 
 def build() -> nn.Module:
@@ -63,12 +54,12 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_clips_one_step(store: str, place: str) -> None:
+def test_a_call_clips_one_step(model_store: str, job: str, place: str) -> None:
     """The third step is clipped by value, the fourth is not clipped, and the limit of the last one is never reached."""
     plain = build()
     optimizer = plain_optimizer(plain)
     limits = [0.3, 0.3, None, 0.0, 1e6]
-    with start(store, f"clip-{place}", PLACES[place]) as engine:
+    with start(model_store, job, PLACES[place]) as engine:
         for number, limit in enumerate(limits):
             loss, expected = loss_of(engine, number), loss_of(plain, number)
             engine.backward(loss)
@@ -89,10 +80,12 @@ def test_a_call_clips_one_step(store: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_limit_that_is_not_positive_is_refused_and_an_infinite_one_clips_nothing(store: str, place: str) -> None:
+def test_a_limit_that_is_not_positive_is_refused_and_an_infinite_one_clips_nothing(
+    model_store: str, job: str, place: str
+) -> None:
     plain = build()
     optimizer = plain_optimizer(plain)
-    with start(store, f"limits-{place}", PLACES[place]) as engine:
+    with start(model_store, job, PLACES[place]) as engine:
         for number, clip in enumerate((engine.clip_grad_value_, engine.clip_grad_norm_)):
             engine.backward(loss_of(engine, number))
             loss_of(plain, number).backward()
@@ -106,8 +99,8 @@ def test_a_limit_that_is_not_positive_is_refused_and_an_infinite_one_clips_nothi
         assert_same_weights(engine, plain)
 
 
-def test_clipping_needs_the_gradient_of_a_whole_step(store: str) -> None:
-    with start(store, "clip-early", OFFLOADED, gradient_accumulation_steps=2) as engine:
+def test_clipping_needs_the_gradient_of_a_whole_step(model_store: str, job: str) -> None:
+    with start(model_store, job, OFFLOADED, gradient_accumulation_steps=2) as engine:
         with pytest.raises(RuntimeError, match="there is no gradient"):
             engine.clip_grad_norm_(1.0)
         engine.backward(loss_of(engine, 0))
@@ -117,14 +110,14 @@ def test_clipping_needs_the_gradient_of_a_whole_step(store: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("place", PLACES)
-def test_autocast_by_the_config_is_that_of_torch(store: str, place: str, dtype: str) -> None:
+def test_autocast_by_the_config_is_that_of_torch(model_store: str, job: str, place: str, dtype: str) -> None:
     """In fp16 the loss is scaled as by torch's GradScaler, also after the overflow in the second step."""
     plain = build()
     optimizer = plain_optimizer(plain)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == "fp16")
     cast = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     section = {"enabled": True, "dtype": f"torch.{str(cast).removeprefix('torch.')}"}
-    with start(store, f"autocast-{place}-{dtype}", PLACES[place], torch_autocast=section) as engine:
+    with start(model_store, job, PLACES[place], torch_autocast=section) as engine:
         assert engine.torch_autocast_dtype() is cast
         for number in range(STEPS):
             factor = 1e6 if number == 1 and dtype == "fp16" else 1.0
@@ -147,12 +140,12 @@ def test_autocast_by_the_config_is_that_of_torch(store: str, place: str, dtype: 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> None:
+def test_a_loop_may_count_the_micro_batches_itself(model_store: str, job: str, place: str) -> None:
     """Steps have one, two and three backward passes, and a gradient that the loop drops is not part of any."""
     plain = build()
     optimizer = plain_optimizer(plain)
     keys = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
-    with start(store, f"own-{place}", PLACES[place], **keys) as engine:
+    with start(model_store, job, PLACES[place], **keys) as engine:
         engine.backward(loss_of(engine, 9))
         engine.zero_grad()
         for number, passes in enumerate([1, 2, 3]):
@@ -169,11 +162,11 @@ def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> No
             engine.set_gradient_accumulation_boundary(True)
 
 
-def test_a_step_within_no_sync_is_refused_and_may_follow_it(store: str) -> None:
+def test_a_step_within_no_sync_is_refused_and_may_follow_it(model_store: str, job: str) -> None:
     """The errors of a wrong order of calls are AssertionErrors, too, because scripts for DeepSpeed expect these."""
     plain = build()
     optimizer = plain_optimizer(plain)
-    with start(store, "no-sync", PLACES["device"]) as engine:
+    with start(model_store, job, PLACES["device"]) as engine:
         with pytest.raises(AssertionError, match=r"step\(\) without backward"):
             engine.step()
         with engine.no_sync():
@@ -185,4 +178,4 @@ def test_a_step_within_no_sync_is_refused_and_may_follow_it(store: str) -> None:
         optimizer.step()
         assert_same_weights(engine, plain)
     with pytest.raises(AssertionError, match="gradient_clipping"):
-        start(store, "no-sync", PLACES["device"], gradient_clipping=-1)
+        start(model_store, job, PLACES["device"], gradient_clipping=-1)
