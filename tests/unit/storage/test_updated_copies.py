@@ -1,4 +1,4 @@
-"""After its update a parameter stays in host memory for its next use, if copies needed sooner leave room for it."""
+"""After its update a slab stays in host memory for its next use, if copies that are needed sooner leave room for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from storage.engine import Engine
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from tests.unit.storage.builders import Layout, Training, held_up, late_reads, opened, room_taken, waiting_for
+from tests.unit.storage.builders import MIB, Layout, Training, held_up, late_reads, opened, room_taken, waiting_for
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]
 POSITION = 2.0
@@ -103,3 +103,27 @@ async def test_a_fetch_that_was_queued_before_the_update_leaves_no_copy_of_the_o
         await training.commit(2)
         assert updated.copy is updated.current_copy
         await training.assert_at(2)
+
+
+async def test_states_that_have_room_in_host_memory_are_not_read_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 * MIB) as engine:
+        training = await Training(engine, Layout(groups=("a", "b", "c"))).begin()
+        await training.step()
+        read = engine.nvme.counters.bytes_read
+        await training.step()
+        await training.step()
+        assert engine.nvme.counters.bytes_read == read
+        await training.assert_at(3)
+
+
+async def test_states_never_take_the_room_of_what_is_needed_sooner(tmp_path: Path) -> None:
+    """There is room for a part of the states. The same part stays in memory, and the rest passes through tiles."""
+    layout = Layout(groups=tuple("abcdefgh"))
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        await training.step()
+        kept = {slab.key for slab in training.job.slabs() if slab.copy is not None}
+        assert 0 < len(kept) < len(list(training.job.slabs()))
+        for step in (2, 3):
+            await training.step()
+            await training.assert_at(step)

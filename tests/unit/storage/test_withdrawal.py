@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from storage.errors import ConflictError, StepAbortedError
-from storage.position_lock import PositionLock
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
 from tests.unit.storage.builders import (
-    MIB,
     Layout,
     Training,
     held,
@@ -332,139 +329,3 @@ async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_s
         await training.hand_over(["b"])
         await training.commit(1)
         await training.assert_at(1)
-
-
-async def nothing() -> None:
-    """Do nothing while another task has the lock."""
-
-
-async def test_the_turn_goes_to_the_lowest_position() -> None:
-    turns, order = PositionLock(), []
-
-    async def take(position: float) -> None:
-        async with turns.at(position):
-            order.append(position)
-            await asyncio.sleep(0)
-
-    waiting = [asyncio.ensure_future(take(position)) for position in (9, 5, 7, 5.5, 1)]
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert order == [1, 5.5, 7, 9], "the first to come has no turn before the others that the same event wakes"
-
-
-async def test_a_turn_gives_way_to_lower_positions_only() -> None:
-    turns, order = PositionLock(), []
-
-    async def take(name: str, position: float) -> None:
-        async with turns.at(position) as give_way:
-            for number in range(3):
-                await give_way(partial(note, f"{name} waits"))
-                order.append(f"{name}{number}")
-                if order == ["a0"]:
-                    others.extend(asyncio.ensure_future(take(*other)) for other in (("b", 5), ("c", 9), ("d", 1)))
-                await asyncio.sleep(0)
-
-    async def note(what: str) -> None:
-        order.append(what)
-
-    others: list[asyncio.Future[None]] = []
-    await take("a", 5)
-    await asyncio.gather(*others)
-    assert order == ["a0", "a waits", "d0", "d1", "d2", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
-
-
-@pytest.mark.parametrize("returns_first", [False, True])
-async def test_one_that_fails_while_it_gives_way_does_not_hold_up_the_rest(returns_first: bool) -> None:
-    turns, order = PositionLock(), []
-    has_passed = asyncio.Event()
-
-    async def fail() -> None:
-        if returns_first:
-            # In this case the task gets the lock back before its function raises.
-            await has_passed.wait()
-        raise ValueError("a mistake")
-
-    async def take(position: float) -> None:
-        async with turns.at(position):
-            order.append(position)
-        has_passed.set()
-
-    async def give_way() -> None:
-        async with turns.at(5) as give_way:
-            others.extend(asyncio.ensure_future(take(position)) for position in (1, 9))
-            await asyncio.sleep(0)
-            await give_way(fail)
-
-    others: list[asyncio.Future[None]] = []
-    with pytest.raises(ValueError, match="a mistake"):
-        await give_way()
-    await asyncio.gather(*others)
-    assert order == [1, 9]
-    async with turns.at(0):
-        order.append(0)
-
-
-async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_anothers() -> None:
-    turns, order = PositionLock(), []
-
-    async def take(name: str, position: float, rounds: int) -> None:
-        async with turns.at(position) as give_way:
-            for number in range(rounds):
-                await give_way(nothing)
-                order.append(f"{name}{number}")
-                if order == ["a0"]:
-                    others.extend(asyncio.ensure_future(take(*other)) for other in (("b", 1, 3), ("c", 2, 2)))
-                await asyncio.sleep(0)
-
-    others: list[asyncio.Future[None]] = []
-    gone = asyncio.ensure_future(take("a", 5, 9))
-    while "b0" not in order:
-        await asyncio.sleep(0)
-    gone.cancel()
-    await asyncio.gather(gone, *others, return_exceptions=True)
-    assert order == ["a0", "b0", "b1", "b2", "c0", "c1"]
-    async with turns.at(0):
-        order.append("free")
-
-
-async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
-    turns, order = PositionLock(), []
-
-    async def take(position: float) -> None:
-        async with turns.at(position):
-            order.append(position)
-
-    async with turns.at(0):
-        waiting = [asyncio.ensure_future(take(position)) for position in (1, 2)]
-        await asyncio.sleep(0)
-    # The first task has got the lock, but has not run since. It is cancelled now.
-    waiting[0].cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert order == [2]
-    async with turns.at(0):
-        order.append(0)
-
-
-async def test_states_that_have_room_in_host_memory_are_not_read_again(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=16 * MIB) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        await training.step()
-        read = engine.nvme.counters.bytes_read
-        await training.step()
-        await training.step()
-        assert engine.nvme.counters.bytes_read == read
-        await training.assert_at(3)
-
-
-async def test_states_never_take_the_room_of_what_is_needed_sooner(tmp_path: Path) -> None:
-    """There is room for a part of the states. The same part stays in memory, and the rest passes through tiles."""
-    layout = replace(LAYOUT, groups=tuple("abcdefgh"))
-    async with opened(tmp_path) as engine:
-        training = await Training(engine, layout).begin()
-        await training.step()
-        kept = {slab.key for slab in training.job.slabs() if slab.copy is not None}
-        assert 0 < len(kept) < len(list(training.job.slabs()))
-        for step in (2, 3):
-            await training.step()
-            await training.assert_at(step)
