@@ -344,6 +344,11 @@ class Training:
             if is_last_use:
                 self.engine.gradients.free_when_used_up(gradient)
 
+    async def finish_updates(self) -> None:
+        """Wait until all updates of the pending step that were handed over are done. The step is not sealed by this."""
+        assert self.job.pending is not None
+        await asyncio.wait(set(self.job.pending.writes.values()))
+
     async def assert_at(self, step: int, *, as_of: int | None = None) -> None:
         """Check that the bytes of every shard and kind are those of torch after `step`, bit for bit.
 
@@ -361,6 +366,12 @@ class Training:
                         different.append(f"{shard.fqn} {kind.value}")
         assert different == [], f"not the bits of step {step}"
         check_tally(self.job)
+
+    async def assert_goes_on_from(self, step: int) -> None:
+        """Check the bytes as `assert_at` does, train the next step, and check the bytes after it, too."""
+        await self.assert_at(step)
+        await self.step()
+        await self.assert_at(step + 1)
 
     @property
     def version_bytes(self) -> int:
@@ -387,6 +398,25 @@ def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) 
         kernel(tile)
 
     return wait
+
+
+@asynccontextmanager
+async def updating(
+    training: Training, groups: Sequence[str] | None = None, **options: Any
+) -> AsyncIterator[threading.Event]:
+    """Hand over the gradients of the next step, and hold the kernels of its updates up until an event is set.
+
+    The block begins when the first kernel has begun, and gets the event, which is set at the end of the block, too.
+
+    Args:
+        training: the training.
+        groups: see Training.hand_over.
+        options: see Training.hand_over.
+    """
+    with held_up() as (begun, go_on):
+        await training.hand_over(groups, wrap=lambda kernel: waiting_for(begun, go_on, kernel), **options)
+        await asyncio.to_thread(begun.wait)
+        yield go_on
 
 
 @contextmanager

@@ -61,9 +61,7 @@ async def test_steps_are_whole_over_several_directories_and_after_a_restart_in_a
     (tmp_path / "b").rename(tmp_path / "moved")
     async with opened(tmp_path / "state", **config(tmp_path, "moved", "a")) as engine:
         training = await Training(engine, LAYOUT).open()
-        await training.assert_at(3)
-        await training.step()
-        await training.assert_at(4)
+        await training.assert_goes_on_from(3)
 
 
 async def test_a_directory_can_be_added_and_an_empty_one_left_out(tmp_path: Path) -> None:

@@ -76,9 +76,7 @@ async def test_their_room_can_be_had_and_the_update_is_right_without_them(
                 assert all(slab.copy is None for slab in slabs_of(training, LATER))
                 assert all(slab.copy is not None for slab in slabs_of(training, SOONER)), "it is being updated"
         await training.commit(2)
-        await training.assert_at(2)
-        await training.step()
-        await training.assert_at(3)
+        await training.assert_goes_on_from(2)
 
 
 @IN_EACH_PRECISION

@@ -71,9 +71,7 @@ async def test_a_full_disk_while_the_file_grows_leaves_the_committed_step(
             await training.step()
         growth.heal()
         await engine.roll_back(training.job, 0)
-        await training.assert_at(0)
-        await training.step()
-        await training.assert_at(1)
+        await training.assert_goes_on_from(0)
         engine.nvme.free(taken)
 
 
@@ -173,8 +171,7 @@ async def test_what_a_failed_sync_of_another_job_covered_is_written_again_elsewh
         await kept.step()
         for training in (other, committed):
             await training.hand_over()
-            assert training.job.pending is not None
-            await asyncio.wait(set(training.job.pending.writes.values()))
+            await training.finish_updates()
         before = {slab: on_nvme(slab.versions[1]).extents for t in (committed, kept) for slab in t.job.slabs()}
         monkeypatch.setattr(syscalls, "sync_data", fail_first)
         failing = asyncio.ensure_future(other.commit(1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,9 @@ from tests.unit.storage.builders import (
     Training,
     flip,
     held,
-    held_up,
     on_nvme,
     opened,
-    waiting_for,
+    updating,
 )
 
 LAYOUT = Layout(name="spilled", numels=TILED, groups=("a", "b", "c"))
@@ -68,21 +68,19 @@ async def filled(training: Training, group: str = "a") -> tuple[Gradient, torch.
     return gradient, values.clone()
 
 
+@asynccontextmanager
 async def being_read(
-    training: Training, begun: threading.Event, go_on: threading.Event, *, is_last_use: bool = False
-) -> Gradient:
-    """Hand over the gradient of the only group, and return it when its update, which waits for `go_on`, reads it."""
+    training: Training, *, is_last_use: bool = False
+) -> AsyncIterator[tuple[Gradient, threading.Event]]:
+    """Yield the gradient of the only group while its update reads it, and the event that lets the update go on."""
     gradients: list[Gradient] = []
 
     async def note(gradient: Gradient) -> None:
         gradients.append(gradient)
 
-    await training.hand_over(
-        wrap=lambda kernel: waiting_for(begun, go_on, kernel), before_update=note, is_last_use=is_last_use
-    )
-    await asyncio.to_thread(begun.wait)
-    (gradient,) = gradients
-    return gradient
+    async with updating(training, before_update=note, is_last_use=is_last_use) as go_on:
+        (gradient,) = gradients
+        yield gradient, go_on
 
 
 @IN_EACH_LAYOUT
@@ -238,8 +236,7 @@ async def test_a_gradient_is_spilled_while_its_update_reads_it(
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
         without_room(engine)
-        with held_up() as (begun, go_on):
-            gradient = await being_read(training, begun, go_on)
+        async with being_read(training) as (gradient, go_on):
             engine.gradients.park(gradient)
             await engine.gradients.close()
             assert gradient.region is None, "an update frees its gradient soon, so nothing but a shortage spills it"
@@ -295,8 +292,7 @@ async def test_a_gradient_whose_last_use_is_over_is_freed_and_never_written(
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
         without_room(engine)
-        with held_up() as (begun, go_on):
-            gradient = await being_read(training, begun, go_on, is_last_use=True)
+        async with being_read(training, is_last_use=True) as (gradient, go_on):
             if is_parked_first:
                 engine.gradients.park(gradient)
             go_on.set()
@@ -322,8 +318,7 @@ async def test_requests_wait_for_the_last_use_of_a_gradient_before_it_is_spilled
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
         without_room(engine)
-        with held_up() as (begun, go_on):
-            gradient = await being_read(training, begun, go_on, is_last_use=True)
+        async with being_read(training, is_last_use=True) as (gradient, go_on):
             engine.gradients.park(gradient)
             shortage = asyncio.ensure_future(engine.host.allocate(13 * MIB))
             await asyncio.sleep(0.05)
@@ -436,8 +431,7 @@ async def test_gradients_placed_on_nvme_leave_host_memory_when_they_are_parked(l
 async def test_a_gradient_placed_on_nvme_stays_in_host_memory_if_its_update_reads_it_there(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",), gradients=TierName.NVME)).begin()
-        with held_up() as (begun, go_on):
-            gradient = await being_read(training, begun, go_on)
+        async with being_read(training) as (gradient, go_on):
             engine.gradients.park(gradient)
             assert engine.gradients.parked_bytes == gradient.nbytes
             go_on.set()

@@ -41,9 +41,7 @@ async def test_a_stuck_read_ends_the_fetch_and_names_the_device(
                 await engine.fetch(training.job, "block.1", Kind.PARAM)
         await recovered(training)
         assert "answers again" in caplog.text
-        await training.assert_at(0)
-        await training.step()
-        await training.assert_at(1)
+        await training.assert_goes_on_from(0)
 
 
 async def test_a_stuck_sync_ends_the_commit_which_goes_on_when_the_device_does(
@@ -85,6 +83,4 @@ async def test_a_stuck_write_cannot_reach_what_is_written_to_its_place_later(
             await asyncio.sleep(0.01)
         newest = training.job.newest
         assert newest is not None
-        await training.assert_at(newest)
-        await training.step()
-        await training.assert_at(newest + 1)
+        await training.assert_goes_on_from(newest)

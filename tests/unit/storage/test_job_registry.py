@@ -28,10 +28,9 @@ from tests.unit.storage.builders import (
     Training,
     engine_config,
     held,
-    held_up,
     opened,
     quiesce,
-    waiting_for,
+    updating,
 )
 
 LAYOUT = Layout(precision=DType.BFLOAT16)
@@ -120,9 +119,7 @@ async def test_versions_that_are_being_written_are_not_reserved_once_more(tmp_pa
     async with opened(tmp_path, host_budget_bytes=16 << 20) as engine:
         first = await Training(engine, replace(LAYOUT, name="first")).begin()
         engine.nvme.budget_bytes = 4 * first.version_bytes
-        with held_up() as (begun, go_on):
-            await first.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
+        async with updating(first) as go_on:
             second = await Training(engine, replace(LAYOUT, name="second")).begin()
             go_on.set()
             await first.commit(1)
@@ -292,9 +289,7 @@ async def test_placements_can_change_between_runs(tmp_path: Path, to_host: bool)
         await training.step()
         await engine.end_run(training.job)
         training = await Training(engine, after).open()
-        await training.assert_at(1)
-        await training.step()
-        await training.assert_at(2)
+        await training.assert_goes_on_from(1)
     async with opened(tmp_path) as engine:
         placements = {slab.spec.placement for slab in engine.job("job").slabs()}
         assert placements == {TierName.HOST if to_host else TierName.NVME}

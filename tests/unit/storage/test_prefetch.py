@@ -435,8 +435,7 @@ async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_d
             filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
             window(training, "abcdefgh")
             window(training, wanted)
-            assert training.job.pending is not None
-            await asyncio.wait(set(training.job.pending.writes.values()))
+            await training.finish_updates()
             engine.host.free(filler)
             await training.commit(step)
             await idle(training)

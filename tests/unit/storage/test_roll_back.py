@@ -38,8 +38,7 @@ async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path:
     async with opened(tmp_path) as engine:
         assert engine.job(training.job.spec.name).rolled_back == marks
         await engine.delete_job(training.job.spec.name)
-    with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
-        assert not db.execute("SELECT key FROM meta WHERE key LIKE 'rolled_back%'").fetchall()
+    assert stored_roll_backs(tmp_path) == []
     async with opened(tmp_path) as engine:
         assert not engine.jobs
 
@@ -262,9 +261,7 @@ async def test_bytes_that_were_in_memory_only_cannot_be_gone_back_to(tmp_path: P
             DataLossError, match=r"step 1: the bytes of job/block.0/param were kept in host memory only"
         ):
             await engine.roll_back(training.job, 1)
-        await training.assert_at(2)
-        await training.step()
-        await training.assert_at(3)
+        await training.assert_goes_on_from(2)
 
 
 def failing_after(tiles: int) -> Any:
@@ -284,14 +281,20 @@ def failing_after(tiles: int) -> Any:
     return wrap
 
 
+async def fail_step(training: Training, *, after_tiles: int) -> None:
+    """Train the next step with a kernel that fails after some tiles, and check that the commit of the step fails."""
+    step = training.job.next_step
+    await training.hand_over(wrap=failing_after(after_tiles))
+    with pytest.raises(DeviceError, match="the kernel failed"):
+        await training.commit(step)
+
+
 @pytest.mark.parametrize("tiles", [0, 1, 4])
 async def test_an_update_in_place_that_fails_never_passes_for_the_step_before(tmp_path: Path, tiles: int) -> None:
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, Layout(numels=TILED, every_steps=0, **ON_HOST)).begin()
         await training.step()
-        await training.hand_over(wrap=failing_after(tiles))
-        with pytest.raises(DeviceError, match="the kernel failed"):
-            await training.commit(2)
+        await fail_step(training, after_tiles=tiles)
         with pytest.raises(DataLossError, match=r"cannot go back to step 1.*durable steps: none"):
             await engine.roll_back(training.job, 1)
         with pytest.raises(DataLossError, match="set durability to"):
@@ -304,16 +307,12 @@ async def test_an_update_in_place_that_fails_goes_back_to_the_last_snapshot(tmp_
         training = await Training(engine, Layout(numels=TILED, every_steps=2, **ON_HOST)).begin()
         for _ in range(3):
             await training.step()
-        await training.hand_over(wrap=failing_after(tiles))
-        with pytest.raises(DeviceError, match="the kernel failed"):
-            await training.commit(4)
+        await fail_step(training, after_tiles=tiles)
         with pytest.raises(NotFoundError, match="does not hold step 3; it holds: 2"):
             await engine.roll_back(training.job, 3)
         assert training.job.newest == 2
         await engine.roll_back(training.job, 2)
-        await training.assert_at(2)
-        await training.step()
-        await training.assert_at(3)
+        await training.assert_goes_on_from(2)
 
 
 @pytest.mark.parametrize("end", ["roll back", "end"])
@@ -327,9 +326,7 @@ async def test_a_job_whose_newest_bytes_are_lost_goes_back_to_the_snapshot_that_
         with held(monkeypatch, "sync_data") as go_on:
             await training.step()
             # The snapshot of step 2 has written all bytes when step 3 overwrites those in host memory.
-            await training.hand_over(wrap=failing_after(1))
-            with pytest.raises(DeviceError, match="the kernel failed"):
-                await training.commit(3)
+            await fail_step(training, after_tiles=1)
             job = training.job
             ending = engine.roll_back(job, 2) if end == "roll back" else engine.abandon_pending(job)
             going_back = asyncio.ensure_future(ending)
@@ -361,9 +358,7 @@ async def test_a_step_of_which_an_update_has_failed_costs_no_bytes_in_host_memor
             with pytest.raises(DeviceError, match="the kernel failed"):
                 await training.commit(2)
         await engine.roll_back(job, 1)
-        await training.assert_at(1)
-        await training.step()
-        await training.assert_at(2)
+        await training.assert_goes_on_from(1)
 
 
 @pytest.mark.parametrize("every_steps", [0, 2])
@@ -383,6 +378,4 @@ async def test_an_update_that_fails_before_it_changes_a_byte_costs_none_in_host_
             await training.commit(2)
         reads.heal()
         await engine.roll_back(training.job, 1)
-        await training.assert_at(1)
-        await training.step()
-        await training.assert_at(2)
+        await training.assert_goes_on_from(1)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from storage.shard import DType, Kind, TierName
 from storage.transform import Tile
-from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, room_taken, waiting_for
+from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken, updating
 
 LAYOUT = Layout(name="shadowed", groups=("a", "b", "c"), weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
 IN_EACH_PRECISION = pytest.mark.parametrize("precision", [DType.FLOAT32, DType.BFLOAT16])
@@ -144,9 +143,7 @@ async def test_results_of_a_group_that_goes_to_nvme_meanwhile_are_computed_again
 async def test_results_that_are_still_written_give_way_afterwards(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=32 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
-        with held_up() as (begun, go_on):
-            await training.hand_over(["a"], wrap=lambda kernel: waiting_for(begun, go_on, kernel), aside=True)
-            await asyncio.to_thread(begun.wait)
+        async with updating(training, ["a"], aside=True) as go_on:
             with room_taken(engine):
                 allocation = asyncio.ensure_future(engine.host.allocate(1))
                 await asyncio.sleep(0.05)
@@ -229,11 +226,9 @@ async def test_what_has_not_begun_at_the_seal_is_updated_in_place(tmp_path: Path
         training = await Training(engine, layout).begin()
         await training.step()
         places = {slab: slab.copy and slab.copy.arena_range for slab in training.job.slabs()}
-        with held_up() as (begun, go_on):
+        async with updating(training, aside=True) as go_on:
             # The kernels are held up, so further groups begin only as long as there are tile buffers, of which there
             # are four.
-            await training.hand_over(wrap=partial(waiting_for, begun, go_on), aside=True)
-            await asyncio.to_thread(begun.wait)
             commit = asyncio.ensure_future(training.commit(2))
             await asyncio.sleep(0.05)
             go_on.set()

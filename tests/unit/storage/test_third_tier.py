@@ -143,9 +143,7 @@ async def test_a_job_of_a_tier_that_is_gone_opens_and_goes_on_elsewhere(tmp_path
         with pytest.raises(InvalidRequestError, match=r"'block.0': this store has no gpu tier; .* on host or nvme"):
             await Training(engine, layout(FOLDER, FOLDER, 2)).open()
         training = await Training(engine, layout(TierName.NVME, TierName.HOST, 2)).open()
-        await training.assert_at(2)
-        await training.step()
-        await training.assert_at(3)
+        await training.assert_goes_on_from(2)
 
 
 async def test_a_step_on_a_volatile_tier_can_be_read_undone_and_gone_back_to(tmp_path: Path) -> None:
@@ -168,9 +166,7 @@ async def test_a_step_on_a_volatile_tier_can_be_read_undone_and_gone_back_to(tmp
         await engine.abandon_pending(training.job)
         await training.assert_at(4)
         await engine.roll_back(training.job, 2)
-        await training.assert_at(2)
-        await training.step()
-        await training.assert_at(3)
+        await training.assert_goes_on_from(2)
         assert folder.used_bytes <= with_reader
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from storage.engine import Engine
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from tests.unit.storage.builders import MIB, Layout, Training, held_up, late_reads, opened, room_taken, waiting_for
+from tests.unit.storage.builders import MIB, Layout, Training, late_reads, opened, room_taken, updating
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]
 POSITION = 2.0
@@ -89,16 +88,14 @@ async def test_a_fetch_that_was_queued_before_the_update_leaves_no_copy_of_the_o
         # One fetch is under way at a time.
         monkeypatch.setattr(engine.queue, "_in_flight_budget", 1)
         wants = [(slab.key.group, Kind.PARAM, number) for number, slab in enumerate((other, updated))]
-        with late_reads(engine) as may_end, held_up() as (begun, go_on):
+        with late_reads(engine) as may_end:
             engine.prefetch("rank", training.job, wants)
-            await training.hand_over([updated.key.group], wrap=partial(waiting_for, begun, go_on))
-            await asyncio.to_thread(begun.wait)
-            worked_on = updated.copy
-            may_end.set()
-            async with asyncio.timeout(10):
-                while updated.copy is worked_on or updated.current_copy is None:
-                    await asyncio.sleep(0.001)
-            go_on.set()
+            async with updating(training, [updated.key.group]):
+                worked_on = updated.copy
+                may_end.set()
+                async with asyncio.timeout(10):
+                    while updated.copy is worked_on or updated.current_copy is None:
+                        await asyncio.sleep(0.001)
         await training.hand_over([other.key.group])
         await training.commit(2)
         assert updated.copy is updated.current_copy

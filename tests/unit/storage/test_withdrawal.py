@@ -20,6 +20,7 @@ from tests.unit.storage.builders import (
     late_reads,
     opened,
     quiesce,
+    updating,
     waiting_for,
 )
 
@@ -35,23 +36,16 @@ IN_EACH_LAYOUT = pytest.mark.parametrize(
 )
 
 
-async def finish_writes(training: Training) -> None:
-    assert training.job.pending is not None
-    await asyncio.wait(set(training.job.pending.writes.values()))
-
-
 @IN_EACH_LAYOUT
 async def test_what_was_updated_is_undone_and_can_be_updated_again(layout: Layout, tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
         await training.hand_over()
-        await finish_writes(training)
+        await training.finish_updates()
         for group in layout.groups:
             await engine.withdraw(training.job, 2, group)
-        await training.assert_at(1)
-        await training.step()
-        await training.assert_at(2)
+        await training.assert_goes_on_from(1)
         await training.step()
         await training.assert_at(3)
 
@@ -61,7 +55,7 @@ async def test_only_what_is_withdrawn_is_undone(layout: Layout, tmp_path: Path) 
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         await training.hand_over()
-        await finish_writes(training)
+        await training.finish_updates()
         await engine.withdraw(training.job, 1, "b")
         await training.hand_over(["b"])
         await training.commit(1)
@@ -72,16 +66,12 @@ async def test_only_what_is_withdrawn_is_undone(layout: Layout, tmp_path: Path) 
 async def test_an_update_is_withdrawn_while_it_runs(layout: Layout, tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
-        with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
+        async with updating(training) as go_on:
             withdrawals = [asyncio.ensure_future(engine.withdraw(training.job, 1, g)) for g in layout.groups]
             await asyncio.sleep(0)
             go_on.set()
             await asyncio.gather(*withdrawals)
-        await training.assert_at(0)
-        await training.step()
-        await training.assert_at(1)
+        await training.assert_goes_on_from(0)
 
 
 @IN_EACH_LAYOUT
@@ -89,9 +79,7 @@ async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout
     """Both stop the same update, which undoes its work once."""
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
-        with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
+        async with updating(training) as go_on:
             ends = [asyncio.ensure_future(engine.withdraw(training.job, 1, group)) for group in layout.groups]
             await asyncio.sleep(0.01)
             ends.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
@@ -99,9 +87,7 @@ async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout
             assert not ends[0].done() and not ends[-1].done(), "a kernel still works on a tile of group a"
             go_on.set()
             await asyncio.gather(*ends)
-        await training.assert_at(0)
-        await training.step()
-        await training.assert_at(1)
+        await training.assert_goes_on_from(0)
 
 
 @IN_EACH_LAYOUT
@@ -120,7 +106,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
         if layout.weights is TierName.NVME:
             # With weights at home in host memory this is left out, because updates in place wait for the readers.
             await training.hand_over(["a"])
-            await finish_writes(training)
+            await training.finish_updates()
         overtaken.set()
         pin = await reading
         assert (pin.copy.step or 0) == 0
@@ -143,7 +129,7 @@ async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over(["a"], wrap=other)
-        await finish_writes(training)
+        await training.finish_updates()
         for slab in training.job.slabs():
             engine.host_cache.free_copy(slab)
         with late_reads(engine) as made_again:
@@ -163,9 +149,7 @@ async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one
 async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
-        with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
+        async with updating(training) as go_on:
             withdrawal = asyncio.ensure_future(engine.withdraw(training.job, 1, "a"))
             await asyncio.sleep(0)
             commit = asyncio.ensure_future(training.commit(1))
@@ -175,9 +159,7 @@ async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path:
                 await commit
             await withdrawal
         await engine.abandon_pending(training.job)
-        await training.assert_at(0)
-        await training.step()
-        await training.assert_at(1)
+        await training.assert_goes_on_from(0)
 
 
 async def test_a_withdrawal_that_ends_while_the_commit_waits_for_a_snapshot_is_not_missed(
@@ -188,35 +170,32 @@ async def test_a_withdrawal_that_ends_while_the_commit_waits_for_a_snapshot_is_n
         job = training.job
         await quiesce(engine)
         await training.step()
-        with held(monkeypatch, "sync_data") as snapshot_goes_on, held_up() as (begun, go_on):
+        with held(monkeypatch, "sync_data") as snapshot_goes_on:
             await training.step()
             await training.step()
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
-            assert job.pending is not None
-            write = job.pending.writes[job.slab("a", Kind.PARAM)]
-            withdrawal = asyncio.ensure_future(engine.withdraw(job, 4, "a"))
-            await asyncio.sleep(0.01)
-            commit = asyncio.ensure_future(training.commit(4))
-            await asyncio.sleep(0.01)
-            go_on.set()
-            await asyncio.wait([write])
-            await asyncio.sleep(0.01)
-            snapshot_goes_on.set()
-            with pytest.raises(StepAbortedError):
-                await commit
-            await withdrawal
+            async with updating(training) as go_on:
+                assert job.pending is not None
+                write = job.pending.writes[job.slab("a", Kind.PARAM)]
+                withdrawal = asyncio.ensure_future(engine.withdraw(job, 4, "a"))
+                await asyncio.sleep(0.01)
+                commit = asyncio.ensure_future(training.commit(4))
+                await asyncio.sleep(0.01)
+                go_on.set()
+                await asyncio.wait([write])
+                await asyncio.sleep(0.01)
+                snapshot_goes_on.set()
+                with pytest.raises(StepAbortedError):
+                    await commit
+                await withdrawal
         await engine.abandon_pending(job)
-        await training.assert_at(3)
-        await training.step()
-        await training.assert_at(4)
+        await training.assert_goes_on_from(3)
 
 
 async def test_a_withdrawal_that_comes_too_late_for_the_commit_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over()
-        await finish_writes(training)
+        await training.finish_updates()
         # The withdrawal cannot stop a write that is done, and the commit begins before the withdrawal goes on.
         withdrawal = asyncio.ensure_future(engine._pending_steps.withdraw(training.job, 1, "a"))
         commit = asyncio.ensure_future(engine._pending_steps.commit(training.job, 1, {0: b"1"}, 1))
@@ -230,7 +209,7 @@ async def test_a_withdrawal_does_not_free_bytes_that_a_commit_in_doubt_may_name(
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over()
-        await finish_writes(training)
+        await training.finish_updates()
         # The catalog is left as a commit of step 1 leaves it whose sync fails.
         engine._catalog.in_doubt = True
         await engine.withdraw(training.job, 1, "a")
@@ -265,7 +244,7 @@ async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: 
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over()
-        await finish_writes(training)
+        await training.finish_updates()
         await engine.withdraw(training.job, 1, "a")
         await training.commit(1)
         used = engine.nvme.used_bytes
@@ -302,13 +281,11 @@ async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout,
 
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
-        with held_up() as (begun, go_on):
-            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
-            await asyncio.to_thread(begun.wait)
+        async with updating(training) as go_on:
             # Slabs at home in host memory are being updated in place, so the read gets their old bytes from NVMe.
             assert await version(as_of=0) == 0
             go_on.set()
-            await finish_writes(training)
+            await training.finish_updates()
         assert await version(as_of=0) == 0
         assert await version(as_of=1) == 1
         assert await version(as_of=None) == 1
