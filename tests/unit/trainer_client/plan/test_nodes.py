@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from paramserver.device_reads import find_hits
-from paramserver.store_need import find_need
-from trainer_client.plan.cli import app
+from tests.unit.trainer_client.plan.plans import plan, planned_of
 from trainer_client.plan.layout import World
 from trainer_client.plan.nodes import NODES, collective_latency
 
-MODEL: dict[str, Any] = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 # The groups of a GPT-2 of two blocks: the root's and one of each block.
 GROUPS = 3
 # The elements of a block: its four products with biases, and two norms.
 BLOCK = 12 * 64 * 64 + 13 * 64
 
 
-def planned(tmp_path: Path, options: str) -> dict[str, Any]:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    arguments = [str(tmp_path), *f"--tokens 16 --no-search --json {options}".split()]
-    result = CliRunner().invoke(app, arguments, obj=(find_need, find_hits))
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
+def planned(tmp_path: Path, options: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    found = planned_of(tmp_path, None, options, config, machine="")
+    assert found["fits"]
     return found
 
 
@@ -111,10 +93,9 @@ def test_updates_in_host_memory_take_the_time_of_threads_and_of_memory(
         "paramserver": {"durability": durability},
         **key,
     }
-    (tmp_path / "training.json").write_text(json.dumps(config))
-    options = f"--nproc-per-node 1 --host-budget 1GiB --config {tmp_path / 'training.json'} --optimizer-threads"
+    options = "--nproc-per-node 1 --host-budget 1GiB --optimizer-threads"
 
-    few, many = (planned(tmp_path, f"--node h200x8 {options} {threads}")["step"] for threads in (8, 14))
+    few, many = (planned(tmp_path, f"--node h200x8 {options} {threads}", config)["step"] for threads in (8, 14))
 
     traffic = few["traffic"]
     updated = traffic["updated"]
@@ -152,11 +133,8 @@ def test_states_on_the_device_are_updated_at_the_rate_of_its_memory(tmp_path: Pa
         "zero_optimization": {"stage": 3},
         "paramserver": {"durability": "none"},
     }
-    (tmp_path / "training.json").write_text(json.dumps(config))
 
-    slow, fast = (
-        planned(tmp_path, f"--node {node} --config {tmp_path / 'training.json'}") for node in ("h100x8", "h200x8")
-    )
+    slow, fast = (planned(tmp_path, f"--node {node}", config) for node in ("h100x8", "h200x8"))
 
     elements = slow["step"]["traffic"]["updated_on_device"]
     assert slow["step"]["resources"]["device_update"] == pytest.approx(elements * 28 / 3350e9)
@@ -173,7 +151,7 @@ def test_options_win_over_the_node(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_not_known_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [str(tmp_path), "--node", "v100x8"], obj=(find_need, find_hits))
+    result = plan(tmp_path, "--node v100x8")
 
     assert result.exit_code == 2
     assert "--node v100x8: known are h100x8, h200x8" in " ".join(result.stderr.split())
@@ -181,7 +159,7 @@ def test_a_node_that_is_not_known_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--device cpu", "--nproc-per-node 16"])
 def test_a_node_has_a_rank_on_each_of_its_gpus(tmp_path: Path, option: str) -> None:
-    result = CliRunner().invoke(app, [str(tmp_path), "--node", "h100x8", *option.split()], obj=(find_need, find_hits))
+    result = plan(tmp_path, f"--node h100x8 {option}")
 
     assert result.exit_code == 2
     assert "--node has 8 GPUs, each with one rank" in " ".join(result.stderr.split())
