@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind, TierName
+from tests.integration.support.admin import admin, admin_json
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
@@ -33,19 +33,6 @@ def rank(clients: Clients, job: str) -> Rank:
     begun = clients.rank(layout).begin()
     begun.train(1, 2)
     return begun
-
-
-def admin(daemon: Daemon, *arguments: str, code: int = 0) -> str:
-    """Run `paramserver-admin` and return its output."""
-    result = CliRunner().invoke(app, [arguments[0], "--address", daemon.address, *arguments[1:]])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def admin_json(daemon: Daemon, *arguments: str) -> Any:
-    """Run `paramserver-admin --json` and return its one line of JSON, parsed."""
-    (line,) = admin(daemon, *arguments, "--json").splitlines()
-    return json.loads(line)
 
 
 def test_tiers_add_up(daemon: Daemon, rank: Rank) -> None:
@@ -72,7 +59,7 @@ def test_tiers_add_up(daemon: Daemon, rank: Rank) -> None:
 
 def test_accounts_name_the_holder_of_every_byte_and_a_lease_is_one(daemon: Daemon, rank: Rank) -> None:
     lease = rank.acquire(rank.groups[0], Kind.EXP_AVG, pb.LEASE_MODE_READ)
-    host, nvme = admin_json(daemon, "accounts")["accounts"]
+    host, nvme = admin_json(daemon.address, "accounts")["accounts"]
     assert host["settled"] and nvme["settled"]
     for account in (host, nvme):
         assert account["unexplained_bytes"] == 0
@@ -80,7 +67,7 @@ def test_accounts_name_the_holder_of_every_byte_and_a_lease_is_one(daemon: Daemo
     held = {holding["holder"]: holding["bytes"] for holding in host["holdings"]}
     assert held.keys() == {"fixed", "jobs", "leases"}
     assert held["leases"] == -(-lease.size_bytes // 4096) * 4096
-    assert "leases" in admin(daemon, "accounts")
+    assert "leases" in admin(daemon.address, "accounts")
     rank.release(lease)
 
 
@@ -144,20 +131,22 @@ def test_a_job_in_use_is_not_deleted_and_one_that_is_not_leaves_nothing(daemon: 
             stub.DeleteJob(admin_pb.DeleteJobRequest(job="nobody"))
         rank.assert_at(2)
         rank.close()
-        assert f"deleted job {job}" in admin(daemon, "delete-job", job, "--yes")
+        assert f"deleted job {job}" in admin(daemon.address, "delete-job", job, "--yes")
         assert tiers(daemon.address)[1].used_bytes == 0
         with refused(CODE.NOT_FOUND):
             stub.ListShards(admin_pb.ListShardsRequest(job=job))
 
 
 def test_steps_are_kept_listed_read_and_forgotten(daemon: Daemon, rank: Rank, job: str) -> None:
-    assert f"kept step 2 of job {job} as two" in admin(daemon, "keep", job, "two", "--note", "before the change")
+    assert f"kept step 2 of job {job} as two" in admin(
+        daemon.address, "keep", job, "two", "--note", "before the change"
+    )
     rank.train(3, 4)
     used = tiers(daemon.address)[1].used_bytes
-    described = admin_json(daemon, "keep", job, "four", "--step", "4")["kept"]
+    described = admin_json(daemon.address, "keep", job, "four", "--step", "4")["kept"]
     assert (described["name"], described["step"], described["world_size"]) == ("four", 4, 1)
     assert tiers(daemon.address)[1].used_bytes == used
-    listed = admin_json(daemon, "kept", job)
+    listed = admin_json(daemon.address, "kept", job)
     assert listed["state_dir"] == str(daemon.state_dir)
     assert [(kept["name"], kept["step"], kept["note"]) for kept in listed["kept"]] == [
         ("two", 2, "before the change"),
@@ -165,11 +154,11 @@ def test_steps_are_kept_listed_read_and_forgotten(daemon: Daemon, rank: Rank, jo
     ]
     two, four = listed["kept"]
     assert two["bytes"] == two["alone_bytes"] == four["bytes"] and four["alone_bytes"] == 0
-    account = admin_json(daemon, "accounts")["accounts"][1]
+    account = admin_json(daemon.address, "accounts")["accounts"][1]
     held = {holding["holder"]: holding["bytes"] for holding in account["holdings"]}
     assert held["kept steps"] == two["bytes"] and account["unexplained_bytes"] == 0
-    assert admin_json(daemon, "jobs")["jobs"][0]["kept_steps"] == 2
-    (row,) = [line for line in admin(daemon, "kept", job).splitlines() if "before the change" in line]
+    assert admin_json(daemon.address, "jobs")["jobs"][0]["kept_steps"] == 2
+    (row,) = [line for line in admin(daemon.address, "kept", job).splitlines() if "before the change" in line]
     assert " two " in row
 
     with StoreClientSync.connect(daemon.address) as client, client.read_kept(job, "two") as reader:
@@ -180,7 +169,7 @@ def test_steps_are_kept_listed_read_and_forgotten(daemon: Daemon, rank: Rank, jo
             if kind is Kind.MASTER:
                 assert torch.equal(reader.get(fqn, kind="master"), value)
         # The reader holds the step, also when it is forgotten.
-        assert f"forgot the kept step two of job {job}" in admin(daemon, "forget", job, "two", "--yes")
+        assert f"forgot the kept step two of job {job}" in admin(daemon.address, "forget", job, "two", "--yes")
         reader.get(fqns[0])
     assert tiers(daemon.address)[1].used_bytes == used - two["bytes"]
 
@@ -209,13 +198,13 @@ def test_a_step_is_kept_and_read_by_good_names_only(daemon: Daemon, rank: Rank, 
 
 
 def test_tables_show_every_figure(daemon: Daemon, rank: Rank, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = admin(daemon, "tiers")
+    table = admin(daemon.address, "tiers")
     assert f"Tiers of {daemon.state_dir} (1 sessions)" in table
     assert all(word in table for word in ("host", "nvme", "16.8 MB", "268.4 MB", "shared memory", "data.0"))
-    table = admin(daemon, "jobs")
+    table = admin(daemon.address, "jobs")
     (row,) = [line for line in table.splitlines() if job in line]
     assert " step " in row and f"{sum(rank.layout.numels) * 2:,}" in row
-    table = admin(daemon, "shards", job, "--prefix", "block.0.weight.1", "--kind", "exp_avg_sq")
+    table = admin(daemon.address, "shards", job, "--prefix", "block.0.weight.1", "--kind", "exp_avg_sq")
     (row,) = [line for line in table.splitlines() if "block.0.weight.1" in line]
     assert all(word in row for word in ("exp_avg_sq", " 17 ", "float32", " 2 ", "host nvme", "block.0"))
     monkeypatch.setenv("PARAMSERVER_ADDRESS", daemon.address)
@@ -223,19 +212,19 @@ def test_tables_show_every_figure(daemon: Daemon, rank: Rank, job: str, monkeypa
 
 
 def test_json_is_one_line_with_the_names_of_the_contract_and_numbers(daemon: Daemon, rank: Rank, job: str) -> None:
-    reading = admin_json(daemon, "tiers")
+    reading = admin_json(daemon.address, "tiers")
     host, nvme = reading["tiers"]
     assert (host["tier"], host["budget_bytes"], nvme["budget_bytes"]) == ("TIER_HOST", 16 * MIB, 256 * MIB)
     assert reading["sessions"] == 1 and reading["state_dir"] == str(daemon.state_dir)
-    (described,) = admin_json(daemon, "jobs")["jobs"]
+    (described,) = admin_json(daemon.address, "jobs")["jobs"]
     assert (described["name"], described["committed_step"], described["sessions"]) == (job, 2, 1)
-    shards = admin_json(daemon, "shards", job, "--kind", "param")["shards"]
+    shards = admin_json(daemon.address, "shards", job, "--kind", "param")["shards"]
     assert [s["numel"] for s in shards] == list(rank.layout.numels) * 2
     assert {s["version"] for s in shards} == {2}
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line(daemon: Daemon, job: str, tmp_path: Any) -> None:
-    (line,) = admin(daemon, "shards", "nobody", code=1).splitlines()
+    (line,) = admin(daemon.address, "shards", "nobody", code=1).splitlines()
     assert line.startswith("paramserver-admin: NOT_FOUND: there is no job 'nobody'")
     nowhere = CliRunner().invoke(app, ["tiers", "--address", f"unix:{tmp_path}/none.sock"])
     assert nowhere.exit_code == 1 and "no daemon answers at unix:" in nowhere.output

@@ -11,15 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
-from typer.testing import CliRunner
 
-from paramserver.admin.cli import app
 from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import KIND_TO_WIRE
 from storage.shard import Kind
 from tests.hostile_names import ACCEPTED, REFUSED
+from tests.integration.support.admin import admin
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Client, Clients, refused
@@ -29,39 +28,33 @@ from tests.unit.storage.builders import Layout
 CODE = grpc.StatusCode
 
 
-def admin(daemon: Daemon, *arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [arguments[0], "--address", daemon.address, *arguments[1:]])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 @pytest.mark.parametrize("name", ACCEPTED.values(), ids=ACCEPTED)
 def test_every_verb_shows_a_name_that_is_printable(daemon: Daemon, clients: Clients, name: str) -> None:
     since = len(daemon.log)
     rank = clients.rank(Layout(name=name, numels=(16,), groups=(name[:300],)), name=name).begin()
     rank.train(1, 1)
-    tables = [admin(daemon, verb) for verb in ("tiers", "jobs", "sessions")]
-    tables.append(admin(daemon, "shards", "--", name))
+    tables = [admin(daemon.address, verb) for verb in ("tiers", "jobs", "sessions")]
+    tables.append(admin(daemon.address, "shards", "--", name))
     kind = KIND_TO_WIRE[Kind.PARAM]
     rank.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=pb.SlabName(group=name[:300], kind=kind))])
-    tables += [admin(daemon, *verb) for verb in (("top", "--once"), ("events", "-n", "5"), ("prefetch",))]
-    tables.append(admin(daemon, "versions", "--", name))
+    tables += [admin(daemon.address, *verb) for verb in (("top", "--once"), ("events", "-n", "5"), ("prefetch",))]
+    tables.append(admin(daemon.address, "versions", "--", name))
     for table in tables:
         assert_harmless(table)
     if len(name) < 20:
         assert all(name in without_lines(table) for table in tables[1:8])
-    (job,) = json.loads(admin(daemon, "jobs", "--json"))["jobs"]
-    (session,) = json.loads(admin(daemon, "sessions", "--json"))["sessions"]
-    shards = json.loads(admin(daemon, "shards", "--json", "--", name))["shards"]
+    (job,) = json.loads(admin(daemon.address, "jobs", "--json"))["jobs"]
+    (session,) = json.loads(admin(daemon.address, "sessions", "--json"))["sessions"]
+    shards = json.loads(admin(daemon.address, "shards", "--json", "--", name))["shards"]
     assert job["name"] == session["client"] == session["job"] == name
     assert {shard["group"] for shard in shards} == {name[:300]}
     # The daemon quotes the name in an error message and in its log.
     for verb, *arguments in (("delete-job",), ("rollback", "0")):
-        assert_harmless(admin(daemon, verb, "--yes", "--", name, *arguments, code=1))
+        assert_harmless(admin(daemon.address, verb, "--yes", "--", name, *arguments, code=1))
     with refused(CODE.NOT_FOUND):
         rank.acquire(name + "?", Kind.PARAM, pb.LEASE_MODE_READ)
     rank.close()
-    assert_harmless(admin(daemon, "delete-job", "--yes", "--", name))
+    assert_harmless(admin(daemon.address, "delete-job", "--yes", "--", name))
     written = daemon.log[since:]
     assert f"session opened by {name}" in written
     assert_harmless(written)
@@ -89,7 +82,7 @@ def test_a_name_that_a_terminal_would_act_upon_is_refused_wherever_it_is_given(
         rank.admin.ListShards(admin_pb.ListShardsRequest(job=name, page_token=name))
     assert isinstance(caught.value, grpc.Call)
     assert_harmless(caught.value.details() or "")
-    assert_harmless(admin(daemon, "shards", "--", name, code=1))
+    assert_harmless(admin(daemon.address, "shards", "--", name, code=1))
     assert_harmless(daemon.log[since:])
 
 

@@ -25,6 +25,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
+from tests.integration.support.admin import admin, admin_json
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Client, Clients, Rank, refused
@@ -33,18 +34,6 @@ from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
 SECONDS = 20.0
-
-
-def admin(address: str, *arguments: str, code: int = 0, stdin: str | None = None) -> str:
-    """Run `paramserver-admin` and return its standard output."""
-    result = CliRunner().invoke(app, [arguments[0], "--address", address, *arguments[1:]], input=stdin)
-    assert result.exit_code == code, result.output
-    return result.stdout
-
-
-def admin_json(address: str, *arguments: str, code: int = 0) -> Any:
-    (line,) = admin(address, *arguments, "--json", code=code).splitlines()
-    return json.loads(line)
 
 
 @contextmanager
