@@ -13,10 +13,12 @@ import pytest
 from packaging.version import Version
 
 import trainer_client
+from tests.unit.trainer_client.pages import words_by_name
 from trainer_client import zero
 from trainer_client.errors import ConfigError, NotBuiltError
 
 PAGE = (Path(__file__).parents[3] / "docs/deepspeed.md").read_text(encoding="utf-8")
+LISTED = words_by_name(PAGE)
 WORDS = ("honoured", "without effect", "refused")
 # The modules whose names are DeepSpeed's.
 FACES = [
@@ -55,12 +57,6 @@ FACES = [
 ]
 
 
-def listed() -> dict[str, str]:
-    """Return the word of the second column by the name in the first."""
-    rows = re.findall(r"^\| (`.*?`) \| ([\w ]+) \|", PAGE, flags=re.MULTILINE)
-    return {name: word for names, word in rows for name in re.findall(r"`(.*?)`", names)}
-
-
 def find(path: str) -> Any:
     """Return what `from deepspeed.X import Y` finds, with this package's name in place of DeepSpeed's."""
     module, _, name = f"trainer_client.{path}".rpartition(".")
@@ -73,16 +69,16 @@ def find(path: str) -> Any:
 
 
 def test_the_page_has_names_of_all_three_kinds() -> None:
-    assert set(listed().values()) == set(WORDS)
-    assert len(listed()) > 150
+    assert set(LISTED.values()) == set(WORDS)
+    assert len(LISTED) > 150
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if "(" not in name])
+@pytest.mark.parametrize("name", [name for name in LISTED if "(" not in name])
 def test_every_name_of_the_page_can_be_imported(name: str) -> None:
     assert find(name) is not None
 
 
-@pytest.mark.parametrize("name", [n for n, word in listed().items() if word == "refused" and "(" not in n])
+@pytest.mark.parametrize("name", [n for n, word in LISTED.items() if word == "refused" and "(" not in n])
 def test_a_refused_name_says_what_to_write_instead(name: str) -> None:
     refused = find(name)
     parameters = inspect.signature(refused).parameters.values()
@@ -95,15 +91,15 @@ def test_a_refused_name_says_what_to_write_instead(name: str) -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_every_name_of_deepspeeds_modules_is_on_the_page(face: str) -> None:
     module = importlib.import_module(f"trainer_client.{face}")
-    values = {id(find(name)) for name in listed() if "(" not in name}
-    missing = [n for n in module.__all__ if f"{face}.{n}" not in listed() and id(getattr(module, n)) not in values]
+    values = {id(find(name)) for name in LISTED if "(" not in name}
+    missing = [n for n in module.__all__ if f"{face}.{n}" not in LISTED and id(getattr(module, n)) not in values]
 
     assert [name for name in missing if not isinstance(getattr(module, name), ModuleType)] == []
 
 
 def test_every_argument_of_init_is_on_the_page() -> None:
     listed_arguments = {
-        re.sub(r"zero\.Init\((\w+)=\)", r"\1", name) for name in listed() if name.startswith("zero.Init(")
+        re.sub(r"zero\.Init\((\w+)=\)", r"\1", name) for name in LISTED if name.startswith("zero.Init(")
     }
 
     # `seed` is this library's own.

@@ -12,33 +12,29 @@ import accelerate
 import pytest
 
 import trainer_client
+from tests.unit.trainer_client.pages import words_by_name
 from trainer_client.accelerate.options import Options
 from trainer_client.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs/accelerate.md").read_text(encoding="utf-8")
+LISTED = words_by_name(PAGE)
 CONSTRUCTOR = re.compile(r"Accelerator\((\w+)=\)")
 
 
-def listed() -> dict[str, str]:
-    """Return the word of the second column by the name in the first."""
-    rows = re.findall(r"^\| (`.*?`) \| ([\w ]+) \|", PAGE, flags=re.MULTILINE)
-    return {name: word for names, word in rows for name in re.findall(r"`(.*?)`", names)}
-
-
 def test_the_page_lists_every_argument_of_the_constructor() -> None:
-    arguments = {match[1] for name in listed() if (match := CONSTRUCTOR.fullmatch(name))}
+    arguments = {match[1] for name in LISTED if (match := CONSTRUCTOR.fullmatch(name))}
 
     assert arguments == {*inspect.signature(accelerate.Accelerator.__init__).parameters, "config"} - {"self"}
-    assert set(listed().values()) == {"honoured", "without effect", "refused"}
+    assert set(LISTED.values()) == {"honoured", "without effect", "refused"}
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if not CONSTRUCTOR.fullmatch(name)])
+@pytest.mark.parametrize("name", [name for name in LISTED if not CONSTRUCTOR.fullmatch(name)])
 def test_every_name_of_the_page_is_there(name: str) -> None:
     assert hasattr(trainer_client.Accelerator, name)
 
 
-@pytest.mark.parametrize("name", [name for name, word in listed().items() if word == "refused" and "(" in name])
+@pytest.mark.parametrize("name", [name for name, word in LISTED.items() if word == "refused" and "(" in name])
 def test_a_refused_argument_says_what_to_write(name: str) -> None:
     match = CONSTRUCTOR.fullmatch(name)
     assert match is not None
@@ -49,7 +45,7 @@ def test_a_refused_argument_says_what_to_write(name: str) -> None:
 def test_what_accelerate_overrides_here_is_listed() -> None:
     own = {name for name, value in vars(trainer_client.Accelerator).items() if not name.startswith("_") and value}
 
-    assert own - listed().keys() == set()
+    assert own - LISTED.keys() == set()
 
 
 def test_the_library_works_without_accelerate() -> None:
