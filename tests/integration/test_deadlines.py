@@ -51,12 +51,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def clients(daemon: Daemon) -> Iterator[Clients]:
-    with Clients(daemon.address) as opened:
-        yield opened
-
-
-@pytest.fixture
 def holder(clients: Clients, daemon: Daemon, job: str) -> Rank:
     """A rank that holds nearly all of the host memory by leases on ranges of a parameter."""
     rank = clients.rank(Layout(name=job, numels=(NUMEL,), groups=("a",))).begin()

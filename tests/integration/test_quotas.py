@@ -41,12 +41,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         assert "Traceback" not in daemon.log
 
 
-@pytest.fixture
-def clients(daemon: Daemon) -> Iterator[Clients]:
-    with Clients(daemon.address) as opened:
-        yield opened
-
-
 def layout(name: str, **fields: Any) -> Layout:
     return Layout(name=name, **({"numels": (NUMEL,), "groups": GROUPS} | fields))
 

@@ -6,21 +6,15 @@ JSON.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from typing import Any
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.support.stopped_client import attach
+from tests.integration.support.stopped_client import answer, attach
 from tests.unit.storage.builders import Layout
 from trainer_client.transport import arena
 from trainer_client.transport.pinning import Driver
 from trainer_client.transport.rank_store import RankStore, SlabName
-
-
-def answer(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 def main(address: str, job: str) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 import xxhash
 
-from storage.engine import Engine
 from storage.errors import DataLossError
 from storage.shard import DType, Kind, TierName
-from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened
+from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, flip, on_nvme, opened
 
 # The groups have more bytes than a buffer, and elements between their shards.
 LAYOUTS = {
@@ -63,11 +62,3 @@ async def test_it_is_computed_from_what_the_device_returns_and_not_from_a_copy(t
         with pytest.raises(DataLossError):
             await engine.digest(training.job, group, Kind.PARAM)
         engine.unpin(pin)
-
-
-def flip(engine: Engine, offset: int) -> None:
-    with (engine.config.state_dir / "data.0").open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
