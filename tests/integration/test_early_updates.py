@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.support.model_runs import LEARNING_RATE, config_of, optimizer_of, start
+from tests.integration.support.model_runs import LEARNING_RATE, build, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
-from tests.integration.support.zoo import ZOO
 from trainer_client import ConfigError, Engine, PhaseError
 from trainer_client.access import ParameterKey
 
@@ -27,11 +26,6 @@ AT_EACH_PLACE = pytest.mark.parametrize("place", PLACEMENTS)
 # An act is called in step `number` between backward and step. It gets an engine, or a plain model with its optimizer
 # and loss.
 Act = Callable[[int, Any], None]
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return ZOO["gpt2-zoo"]().train()
 
 
 def train_plain(
@@ -73,7 +67,7 @@ def run_both(
 ) -> tuple[int, int]:
     """Train both ways and assert the same bits. Return the number of updates that began early, and how many of them
     were withdrawn."""
-    model = build()
+    model = build("gpt2-zoo")
     expected_losses, expected = train_plain(copy.deepcopy(model), plain, clipping)
     section = {"durability": "step", "placement": PLACEMENTS[place], **section}
     config = config_of(address, f"{job} {place}", **section)
@@ -129,7 +123,7 @@ def test_final_updates_refuse_what_would_make_them_again(model_store: str) -> No
     def begin(job: str) -> Engine:
         section: dict[str, Any] = {"placement": PLACEMENTS["nvme"], "early_updates": "final"}
         config = config_of(model_store, job, durability="step", **section) | {"zero_optimization": {"stage": 3}}
-        engine = start(build(), config)
+        engine = start(build("gpt2-zoo"), config)
         engine.backward(engine(input_ids=BATCHES[0], labels=BATCHES[0]).loss)
         return engine
 
@@ -139,7 +133,7 @@ def test_final_updates_refuse_what_would_make_them_again(model_store: str) -> No
                 act(engine)
         engine.step()
         refused = engine.full_state_dict()
-    _, expected = train_plain(build(), nothing, 0.0, BATCHES[:1])
+    _, expected = train_plain(build("gpt2-zoo"), nothing, 0.0, BATCHES[:1])
     assert [name for name, value in expected.items() if not torch.equal(value, refused[name])] == []
     for broken in (step_with_another_rate, go_backward_again):
         with begin(broken.__name__) as engine, pytest.raises(PhaseError, match='early_updates is "final"'):
@@ -167,7 +161,7 @@ def test_clipping_comes_and_goes(model_store: str, place: str) -> None:
     def note(number: int, what: Any) -> None:
         norms.append(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in what[0].parameters()])).item())
 
-    train_plain(build(), note, 0.0)
+    train_plain(build("gpt2-zoo"), note, 0.0)
     limit = sorted(norms)[len(norms) // 2]
     begun, withdrawn = run_both(model_store, "clipping", place, nothing, nothing, clipping=limit)
     assert begun > 0
@@ -289,7 +283,7 @@ def test_weights_are_read_as_they_were(model_store: str) -> None:
     begun."""
     config = config_of(model_store, "read", durability="step", placement=PLACEMENTS["nvme"])
     config["zero_optimization"] = {"stage": 3}
-    with start(build(), config) as engine:
+    with start(build("gpt2-zoo"), config) as engine:
         for batch in BATCHES[:3]:
             before = engine.full_state_dict()
             moments = engine.sharded_state_dict("exp_avg")
@@ -305,7 +299,7 @@ def test_weights_are_read_as_they_were(model_store: str) -> None:
 
 def test_settings_that_no_update_can_have_begin_none(model_store: str) -> None:
     """The step is made after they were corrected, although its backward pass ran with them."""
-    model = build()
+    model = build("gpt2-zoo")
     _, expected = train_plain(copy.deepcopy(model), nothing, 0.0)
     config = config_of(model_store, "impossible rate", durability="step", placement=PLACEMENTS["nvme"])
     config["zero_optimization"] = {"stage": 3}

@@ -38,7 +38,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
 from tests.integration.support.daemon import MIB, Daemon, admin_of
 from tests.integration.support.forked import ROOT, Forked
-from tests.integration.support.model_runs import config_of, optimizer_of, start
+from tests.integration.support.model_runs import config_of, optimizer_of, start, train
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.store_client import Clients
 from tests.integration.support.training import Run, build_model, micro_batches
@@ -158,12 +158,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         )
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log, daemon.log
-
-
-def train(engine: trainer_client.Engine, batches: list[torch.Tensor]) -> None:
-    for batch in batches:
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
-        engine.step()
 
 
 def differing(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.support.model_runs import config_of, optimizer_of, start
+from tests.integration.support.model_runs import build, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine
@@ -49,11 +49,6 @@ class Plain:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.module.state_dict())
-
-
-def build(name: str) -> nn.Module:
-    torch.manual_seed(1)
-    return ZOO[name]().train()
 
 
 def both_ways(

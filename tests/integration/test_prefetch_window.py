@@ -3,7 +3,6 @@ that only some steps use, with an evaluation in between, and across the end of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import trainer_client
 from tests.integration.support.gathers import count_gathers
+from tests.integration.support.model_runs import train
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import ZOO, Block, Language
 from trainer_client import Engine
@@ -47,12 +47,6 @@ def start(model: nn.Module, address: str, job: str, home: str) -> Engine:
         "paramserver": {"address": address, "job": job, "durability": "none"},
     }
     return trainer_client.initialize(model=model, config=config)[0]
-
-
-def train(engine: Engine, batches: Iterable[torch.Tensor]) -> None:
-    for batch in batches:
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
-        engine.step()
 
 
 def predicted(counters: GatherCounters, unit: str | None = None) -> float:

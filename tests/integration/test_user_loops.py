@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.support.model_runs import config_of, optimizer_of, start
+from tests.integration.support.model_runs import build, config_of, optimizer_of, start
 from tests.integration.support.training import Run, assert_bit_equal, launch, micro_batches
 from tests.integration.support.zoo import ZOO
 from trainer_client import Engine
@@ -34,11 +34,6 @@ class Plain:
 
     def __call__(self, **batch: torch.Tensor) -> Any:
         return self.module(**batch)
-
-
-def build(name: str) -> nn.Module:
-    torch.manual_seed(1)
-    return ZOO[name]().train()
 
 
 def assert_same_as_plain(model: nn.Module, act: Any, address: str, job: str, **keys: Any) -> None:

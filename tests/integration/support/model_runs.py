@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
 import trainer_client
 from tests.integration.support.training import MICRO_BATCH, Run
+from tests.integration.support.zoo import ZOO
 
 LEARNING_RATE = 1e-2
 
@@ -29,6 +32,19 @@ def config_of(address: str, job: str, device: str = "cpu", **section: Any) -> di
 
 def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> trainer_client.Engine:
     return trainer_client.initialize(model=model, optimizer=optimizer_of(model), config=config, **arguments)[0]
+
+
+def build(name: str) -> nn.Module:
+    """Return a model of the zoo, which has the same values in each call, in the training mode."""
+    torch.manual_seed(1)
+    return ZOO[name]().train()
+
+
+def train(engine: trainer_client.Engine, batches: Iterable[torch.Tensor]) -> None:
+    """Make a step of a language model with each batch of tokens, [samples, tokens]."""
+    for batch in batches:
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
 
 
 def optimizer_of(model: nn.Module) -> AdamW:
