@@ -15,6 +15,7 @@ import trainer_client
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, batch, config_of, micro_steps, start, steps
 from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
 from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError
@@ -39,9 +40,7 @@ def kept_in(address: str, job: str) -> list[admin_pb.KeptStep]:
 
 
 def assert_equal_weights(engine: Engine, expected: dict[str, torch.Tensor]) -> None:
-    found = engine.full_state_dict()
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert_equal(engine.full_state_dict(), expected)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])

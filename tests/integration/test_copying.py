@@ -19,7 +19,7 @@ from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind, TierName
-from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
+from tests.integration.support.daemon import MIB, Daemon, Stores, admin_of, serving, tiers
 from tests.integration.support.forked import Forked
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.store_client import Clients
@@ -40,17 +40,10 @@ SHARD_BYTES = 256 << 10
 LARGE = (16, SHARD_BYTES // 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    first: Daemon
-    second: Daemon
-
-
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
-    with ExitStack() as daemons:
-        directory = tmp_path_factory.mktemp("stores")
-        yield Stores(*(daemons.enter_context(Daemon(directory / name, CONFIG)) for name in ("a", "b")))
+    with serving(tmp_path_factory.mktemp("stores"), ("first", "second"), CONFIG) as daemons:
+        yield Stores(*daemons)
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

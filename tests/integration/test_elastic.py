@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.support.daemon import Daemon
+from tests.integration.support.daemon import Stores, serving
 from tests.integration.support.elastic_run import (
     BATCH,
     KILLED,
@@ -29,6 +28,7 @@ from tests.integration.support.elastic_run import (
     read_job,
     train_part,
 )
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.training import build_model, make_optimizer
 from tests.integration.support.waiting import wait_until
 from trainer_client import JobConflictError, StoreClientSync, StoredJob
@@ -42,17 +42,10 @@ STEPS = PARTS[-1][1]
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "128MiB"}
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    first: Daemon
-    second: Daemon
-
-
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
-    with ExitStack() as daemons:
-        directory = tmp_path_factory.mktemp("stores")
-        yield Stores(*(daemons.enter_context(Daemon(directory / name, CONFIG)) for name in ("a", "b")))
+    with serving(tmp_path_factory.mktemp("stores"), ("first", "second"), CONFIG) as daemons:
+        yield Stores(*daemons)
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +96,6 @@ def plain_losses() -> list[float]:
     return losses[:STEPS]
 
 
-def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
-
-
 @pytest.mark.parametrize("name", ["fp32", "nodes", "bf16"])
 def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interrupted(
     results: dict[str, list[PartResult]], name: str
@@ -117,7 +105,7 @@ def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interr
     # Some of these parts end in the middle of an epoch.
     assert [epoch for part in parts for epoch in part.epochs] == [0] * 5 + [1] * 4
     for before, after in itertools.pairwise(parts):
-        assert_same_bits(after.before, before.after)
+        assert_equal(after.before, before.after)
         assert not any(tensor.isnan().any() for tensor in after.before.values())
     losses = [loss for part in parts for loss in part.losses]
     tolerance = 2e-2 if name == "bf16" else 1e-4
@@ -169,7 +157,7 @@ def test_without_a_store_that_has_a_part_nothing_is_begun(results: dict[str, lis
     with pytest.raises(JobConflictError, match=r"unix:/nowhere/paramserver\.sock"):
         train_part(lost)
 
-    assert_same_bits(read_job("nodes", [stores.first.address, stores.second.address]), before)
+    assert_equal(read_job("nodes", [stores.first.address, stores.second.address]), before)
 
 
 def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(tmp_path: Path, stores: Stores) -> None:
@@ -186,7 +174,7 @@ def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(t
     wait_until(lambda: job_sessions(address, "killed") == 0)
     left = read_job("killed", [address])
     if "lm_head.weight/master" not in left and "transformer.wte.weight/master" not in left:
-        assert_same_bits(left, first.after)
+        assert_equal(left, first.after)
     went_on = train_part(bf16)
     assert went_on.resumed_step == 2 and len(went_on.losses) == 1
     for name, tensor in first.after.items():
@@ -212,7 +200,7 @@ def test_an_interrupted_epoch_goes_on_with_its_next_sample_bit_for_bit(stores: S
     parts = [train_part(replace(whole, job="parts", until=until), run) for until in (2, 3, 6, 7)]
 
     assert [loss for part in parts for loss in part.losses] == expected.losses
-    assert_same_bits(parts[-1].after, expected.after)
+    assert_equal(parts[-1].after, expected.after)
 
 
 def test_a_frozen_parameter_may_be_thawed_and_its_states_begin_at_zero(stores: Stores) -> None:
@@ -225,7 +213,7 @@ def test_a_frozen_parameter_may_be_thawed_and_its_states_begin_at_zero(stores: S
     assert {
         name: tensor for name, tensor in thawed.before.items() if name in frozen.after
     }.keys() == frozen.after.keys()
-    assert_same_bits({name: thawed.before[name] for name in frozen.after}, frozen.after)
+    assert_equal({name: thawed.before[name] for name in frozen.after}, frozen.after)
     assert not thawed.before["transformer.wpe.weight/exp_avg"].any()
     assert thawed.after["transformer.wpe.weight/exp_avg"].any()
 
@@ -281,7 +269,7 @@ def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
     went_on = train_part(Part(job="nodes", until=STEPS + 1, addresses=(first,), peers=(second,)))
 
     assert went_on.resumed_step == STEPS
-    assert_same_bits(went_on.before, expected)
+    assert_equal(went_on.before, expected)
     job, _ = stored(first, "nodes")
     assert (job.world_size, len(job.layouts)) == (1, 1)
 
@@ -294,7 +282,7 @@ def test_a_job_moves_between_stores_and_what_it_left_behind_is_obsolete(stores: 
 
     assert [part.resumed_step for part in parts] == [0, 2, 3, 5]
     for before, after in itertools.pairwise(parts):
-        assert_same_bits(after.before, before.after)
+        assert_equal(after.before, before.after)
 
 
 def test_ranks_go_on_at_the_stores_of_other_ranks(stores: Stores, tmp_path: Path) -> None:
@@ -306,7 +294,7 @@ def test_ranks_go_on_at_the_stores_of_other_ranks(stores: Stores, tmp_path: Path
 
     assert [part.resumed_step for part in made] == [0, 1, 2]
     for before, after in itertools.pairwise(made):
-        assert_same_bits(after.before, before.after)
+        assert_equal(after.before, before.after)
 
 
 def test_a_step_that_the_job_has_left_behind_is_not_gone_back_to(stores: Stores) -> None:

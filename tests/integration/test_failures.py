@@ -13,6 +13,7 @@ import torch
 
 import trainer_client
 from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.failing import Failing, failing_tower, inputs
 from tests.integration.support.waiting import wait_until
 from trainer_client import Engine, StoreClientSync
@@ -76,10 +77,6 @@ def expected() -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
 
 
 def leased_bytes(address: str) -> int:

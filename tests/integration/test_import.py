@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import trainer_client
 from tests.integration.support.daemon import MIB, Daemon
 from tests.integration.support.deepspeed_checkpoint import Layout, write_checkpoint
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.forked import ROOT
 from tests.integration.support.imported_run import BATCH, global_batch
 from tests.integration.support.ranks import run_ranks
@@ -124,11 +125,6 @@ def train(engine: trainer_client.Engine, steps: range) -> list[float]:
     return losses
 
 
-def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-
-
 def committed_step(address: str, job: str) -> int | None:
     with StoreClientSync.connect(address) as client:
         return next(stored.step for stored in client.list_jobs() if stored.name == job)
@@ -161,7 +157,7 @@ def test_a_run_of_deepspeed_goes_on_bit_for_bit(address: str, tmp_path: Path, la
         assert (engine.global_steps, engine.global_samples) == (3, 24)
         assert engine.client_state == {"cursor": [3, "train"]}
         assert train(engine, range(3, 6)) == expected
-        assert_same_bits(engine.full_state_dict(), model.state_dict())
+        assert_equal(engine.full_state_dict(), model.state_dict())
         squares = engine.get_full("first.weight", "exp_avg_sq")
         assert squares is not None
         assert torch.equal(squares, optimizer.state[model.get_parameter("first.weight")]["exp_avg_sq"])
@@ -264,7 +260,7 @@ def test_an_export_comes_back_and_goes_on_bit_for_bit(address: str, tmp_path: Pa
         # The schedule is no part of a DCP checkpoint.
         engine.lr_scheduler.load_state_dict({"last_batch_iteration": 1})
         assert train(engine, range(2, 4)) == expected
-        assert_same_bits(engine.full_state_dict(), after)
+        assert_equal(engine.full_state_dict(), after)
 
     for name in ("safetensors", "deepspeed-fp32"):
         result = import_checkpoint(address, f"from {name}", tmp_path / name)
@@ -273,7 +269,7 @@ def test_an_export_comes_back_and_goes_on_bit_for_bit(address: str, tmp_path: Pa
         other = Mixed()
         with resume(address, f"from {name}", other) as engine:
             assert engine.global_steps == 0
-            assert_same_bits(engine.full_state_dict(), weights)
+            assert_equal(engine.full_state_dict(), weights)
             train(engine, range(1))
 
 
@@ -295,7 +291,7 @@ def test_a_checkpoint_of_torch_is_taken_over(address: str, tmp_path: Path) -> No
     ] as engine:
         engine.lr_scheduler.load_state_dict({"last_batch_iteration": 1})
         assert train(engine, range(2, 4)) == expected
-        assert_same_bits(engine.full_state_dict(), model.state_dict())
+        assert_equal(engine.full_state_dict(), model.state_dict())
 
 
 def test_any_number_of_ranks_goes_on(address: str, tmp_path: Path) -> None:

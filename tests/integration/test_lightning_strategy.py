@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.integration.support.equality import are_equal
 from trainer_client.errors import ConfigError
 
 pytest.importorskip("lightning", reason="lightning is not installed: `make peers` installs it")
@@ -107,10 +108,6 @@ def loader() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=2)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def plain_file(make: Make, path: Path) -> dict[str, torch.Tensor]:
     """Write a file of plain Lightning after one epoch, and return the weights in it."""
     trainer, _ = make(plain=True)
@@ -130,9 +127,9 @@ def test_files_of_another_model_have_nothing_to_do_with_the_trained_one(make: Ma
     trainer.test(other, loader(), ckpt_path=str(tmp_path / "plain.ckpt"), verbose=False)
     trainer.save_checkpoint(tmp_path / "other.ckpt")
 
-    assert same(strategy.engine.full_state_dict(), trained) and not same(trained, weights)
-    assert same(dict(other.state_dict()), weights)
-    assert same(torch.load(tmp_path / "other.ckpt")["state_dict"], weights)
+    assert are_equal(strategy.engine.full_state_dict(), trained) and not are_equal(trained, weights)
+    assert are_equal(dict(other.state_dict()), weights)
+    assert are_equal(torch.load(tmp_path / "other.ckpt")["state_dict"], weights)
 
 
 def test_a_file_of_lightning_has_the_rate_from_which_its_schedule_goes_on(make: Make, tmp_path: Path) -> None:
@@ -196,7 +193,7 @@ def test_an_error_after_a_fit_takes_neither_the_engine_nor_its_last_step(make: M
     again, strategy = make(section=section, max_epochs=0)
     again.fit(Module(), loader())
     assert strategy.engine.resumed_step == BATCHES
-    assert same(strategy.engine.full_state_dict(), expected)
+    assert are_equal(strategy.engine.full_state_dict(), expected)
 
 
 @pytest.mark.parametrize("left_out", [(0,), (1,), (2, 3)])

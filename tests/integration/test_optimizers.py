@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.ranks import run_ranks
 from tests.optimizer_cases import PublishedLion
 from trainer_client import Engine, Kind, Lion, StoreClientSync
@@ -108,11 +109,6 @@ def train_plain(model: nn.Module, optimizer: Optimizer, inputs: torch.Tensor) ->
     return loss.item(), norm.item()
 
 
-def assert_same_weights(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert weights.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """An optimizer for the store. `reference` makes plain PyTorch's optimizer where that is another one."""
@@ -158,7 +154,7 @@ def test_an_optimizer_gives_the_bits_of_plain_pytorch(store: Daemon, name: str, 
         weights = engine.full_state_dict()
 
     assert seen == expected
-    assert_same_weights(weights, plain.state_dict())
+    assert_equal(weights, plain.state_dict())
     with StoreClientSync.connect(store.address) as client, client.read(job) as reader:
         for fqn, parameter in plain.named_parameters():
             for kind in case.states:
@@ -191,7 +187,7 @@ def test_bf16_has_fp32_masters_and_states(store: Daemon, name: str) -> None:
         weights = engine.full_state_dict()
 
     assert seen == expected
-    assert_same_weights(weights, {fqn: master.detach() for fqn, master in masters.items()})
+    assert_equal(weights, {fqn: master.detach() for fqn, master in masters.items()})
 
 
 def freeze(modules: Iterable[nn.Module], *, frozen: bool) -> None:
@@ -273,7 +269,7 @@ def test_groups_that_come_later_and_what_is_frozen_and_thawed(store: Daemon, nam
     seen, weights = changed_through_store(store.address, job, make, batches(CHANGES_STEPS), home)
 
     assert seen == expected
-    assert_same_weights(weights, weights_expected)
+    assert_equal(weights, weights_expected)
 
 
 def test_two_ranks_change_groups_as_one_process_does_to_rounding(store: Daemon, tmp_path: Path) -> None:
@@ -311,7 +307,7 @@ def test_a_resumed_run_has_the_groups_that_were_added(store: Daemon) -> None:
             weights = engine.full_state_dict()
 
     assert seen == expected
-    assert_same_weights(weights, weights_expected)
+    assert_equal(weights, weights_expected)
 
 
 def test_what_had_no_states_gets_them_on_a_resume_that_names_it(store: Daemon) -> None:
@@ -344,7 +340,7 @@ def test_what_had_no_states_gets_them_on_a_resume_that_names_it(store: Daemon) -
             weights = engine.full_state_dict()
 
     assert seen == expected
-    assert_same_weights(weights, plain.state_dict())
+    assert_equal(weights, plain.state_dict())
 
 
 def test_a_schedule_goes_on_with_its_rates_where_a_resume_names_more_that_may_thaw(store: Daemon) -> None:
@@ -374,7 +370,7 @@ def test_a_schedule_goes_on_with_its_rates_where_a_resume_names_more_that_may_th
             weights = engine.full_state_dict()
 
     assert seen == expected
-    assert_same_weights(weights, plain.state_dict())
+    assert_equal(weights, plain.state_dict())
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD of Nesterov"])
@@ -398,7 +394,7 @@ def test_a_schedule_that_cycles_the_momentum_reaches_the_store(store: Daemon, na
         assert engine.get_mom() == [reference.param_groups[0]["betas" if name == "AdamW" else "momentum"]]
 
     assert seen == expected
-    assert_same_weights(weights, plain.state_dict())
+    assert_equal(weights, plain.state_dict())
 
 
 CYCLE: dict[str, Any] = {
@@ -428,7 +424,7 @@ def test_a_schedule_of_the_config_reaches_the_store(store: Daemon, name: str) ->
         assert engine.get_mom() == plain_schedule.get_mom()
 
     assert seen == expected
-    assert_same_weights(weights, plain.state_dict())
+    assert_equal(weights, plain.state_dict())
 
 
 def test_a_scheduler_that_is_passed_comes_before_that_of_the_config(

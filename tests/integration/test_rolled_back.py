@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.daemon import admin_of, serving
 from tests.integration.support.elastic_run import Part, job_info, launch, read_job, train_part
+from tests.integration.support.equality import are_equal
 from tests.integration.support.waiting import wait_until
 
 # A job of one rank retains its newest step and the newest one of these.
@@ -23,10 +22,8 @@ DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_second
 @pytest.fixture
 def addresses(tmp_path: Path) -> Iterator[list[str]]:
     """The addresses of three daemons."""
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-    with ExitStack() as daemons:
-        yield [daemons.enter_context(Daemon(tmp_path / name / "state", DAEMON)).address for name in ("a", "b", "c")]
+    with serving(tmp_path, ("a", "b", "c"), DAEMON) as daemons:
+        yield [daemon.address for daemon in daemons]
 
 
 def with_replicas(part: Part, addresses: Sequence[str], durability: str = "replicated") -> Part:
@@ -41,10 +38,6 @@ def roll_back(address: str, job: str, step: int) -> None:
         store.RollBackJob(admin_pb.RollBackJobRequest(job=job, step=step), timeout=30)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def test_a_replica_that_has_newer_steps_does_not_undo_a_roll_back(addresses: list[str], job: str) -> None:
     """The replica is rolled back as well, and afterwards it has the newest step of the job again."""
     own, holder, _ = addresses
@@ -57,7 +50,7 @@ def test_a_replica_that_has_newer_steps_does_not_undo_a_roll_back(addresses: lis
 
     assert resumed.resumed_step == 2
     wait_until(lambda: job_info(holder, job).committed_step == 4, seconds=30)
-    assert same(read_job(job, [holder]), resumed.after)
+    assert are_equal(read_job(job, [holder]), resumed.after)
 
 
 def test_a_step_of_the_former_history_is_not_mixed_with_one_of_the_same_number(addresses: list[str], job: str) -> None:
@@ -69,12 +62,12 @@ def test_a_step_of_the_former_history_is_not_mixed_with_one_of_the_same_number(a
     # Without replicas, and with another clipping, so that the bits of this step 3 differ.
     later = train_part(replace(part, config={**part.config, "gradient_clipping": 0.01}))
     assert later.resumed_step == 2
-    assert not same(read_job(job, [other]), later.after)
+    assert not are_equal(read_job(job, [other]), later.after)
 
     moved = train_part(replace(part, until=4, addresses=(third,), peers=(other, own)))
 
     assert moved.resumed_step == 3
-    assert same(moved.before, later.after)
+    assert are_equal(moved.before, later.after)
 
 
 def test_the_replicas_of_parts_do_not_undo_a_roll_back_of_all_parts(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import trainer_client
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.failing import WIDTH, inputs
 from trainer_client.errors import PhaseError
 
@@ -44,8 +45,7 @@ def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_same_weights(engine: trainer_client.Engine, plain: nn.Module) -> None:
-    weights = engine.full_state_dict()
-    assert [name for name, value in plain.state_dict().items() if not torch.equal(weights[name], value)] == []
+    assert_equal(engine.full_state_dict(), plain.state_dict())
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:

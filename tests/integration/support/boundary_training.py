@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainer_client
 from tests.integration.support.daemon import MIB, Daemon
+from tests.integration.support.equality import assert_equal
 
 WIDTH = 64
 TOKENS = 2048
@@ -136,5 +137,4 @@ def assert_same(
     found: tuple[list[float], dict[str, torch.Tensor]], expected: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    assert [name for name, value in found[1].items() if not torch.equal(value, expected[1][name])] == []
+    assert_equal(found[1], expected[1])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -209,6 +209,23 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Two daemons with one config."""
+
+    first: Daemon
+    second: Daemon
+
+
+@contextmanager
+def serving(directory: Path, names: Sequence[str], config: Mapping[str, Any]) -> Iterator[list[Daemon]]:
+    """Yield a daemon for each name, in a directory of that name. All have one config, and are killed at the end."""
+    with ExitStack() as daemons:
+        for name in names:
+            (directory / name).mkdir()
+        yield [daemons.enter_context(Daemon(directory / name / "state", config)) for name in names]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run, build_model
 from trainer_client import zero
@@ -38,11 +39,6 @@ def start(model: nn.Module, address: str, job: str, weights: Path | None = None)
 def initial_state(model: nn.Module, address: str, job: str) -> Mapping[str, torch.Tensor]:
     with start(model, address, job) as engine:
         return engine.full_state_dict()
-
-
-def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 def read_bytes() -> int:
@@ -73,7 +69,7 @@ def check_rank_0_counts(rank: int, address: str) -> None:
     assert torch.equal(state["0.weight"][1:], torch.full((2, 5), 2.0))
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, own)
-    assert_same(state, gathered[0])
+    assert_equal(state, gathered[0])
 
 
 def main() -> None:
@@ -84,12 +80,12 @@ def main() -> None:
     # The values do not depend on the number of ranks, and rank 0's seed counts.
     state = initial_state(recorded(seed=100 + rank), address, "recorded")
     reference = recorded(seed=100).state_dict(keep_vars=True)
-    assert_same(state, {name: replay(tensor) for name, tensor in reference.items()})
+    assert_equal(state, {name: replay(tensor) for name, tensor in reference.items()})
 
     # It is enough if rank 0 has values.
     with torch.device("cpu" if rank == 0 else "meta"):
         model = build_model(Run())
-    assert_same(initial_state(model, address, "given"), build_model(Run()).state_dict())
+    assert_equal(initial_state(model, address, "given"), build_model(Run()).state_dict())
 
     # A change by one rank before `initialize` changes the values of all ranks, also while the model is being built.
     with zero.Init():
@@ -107,7 +103,7 @@ def main() -> None:
     expected = {n: replay(t) for n, t in recorded(seed=200).state_dict(keep_vars=True).items()}
     expected[name][2] = 1.0
     assert torch.equal(embedding, expected["transformer.wte.weight"])
-    assert_same(initial_state(model, address, "changed"), expected)
+    assert_equal(initial_state(model, address, "changed"), expected)
 
     check_rank_0_counts(rank, address)
 
@@ -124,7 +120,7 @@ def main() -> None:
         (directory / f"read-{rank}").write_text(str(read_bytes() - before))
         state = engine.full_state_dict()
     files = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-    assert_same(state, files | {"lm_head.weight": files["transformer.wte.weight"]})
+    assert_equal(state, files | {"lm_head.weight": files["transformer.wte.weight"]})
     dist.destroy_process_group()
 
 
