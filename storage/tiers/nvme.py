@@ -45,7 +45,9 @@ class NvmeRegion:
     # The number of holders: the slab, readers and moves under way. When the last one calls `free`, the extents are
     # freed.
     holders: int = 1
+    # The number of writes under way, and of all writes that have begun.
     writers: int = 0
+    writes: int = 0
     # True if a sync after a write to the region failed. Its bytes may or may not be on the device, and no later sync
     # can tell.
     doubtful: bool = False
@@ -436,6 +438,7 @@ class NvmeTier:
         self.hold(*(move.region for move in moves))
         for move in moves:
             move.region.writers += 1
+            move.region.writes += 1
             self._unsynced.add(move.region)
         try:
             for region, offset, buffer in moves:
@@ -456,14 +459,15 @@ class NvmeTier:
             DeviceError: a device may have lost bytes that were written since the last sync. Their regions become
                 doubtful; see `NvmeRegion`.
         """
-        covered = {region for region in self._unsynced if not region.writers}
+        # The sync does not cover what is written while it runs, also to a region that was written before.
+        covered = {region: region.writes for region in self._unsynced if not region.writers}
         try:
             await finish_all([asyncio.ensure_future(file.io.sync()) for file in self.files])
         except BaseException:
             for region in self._unsynced:
                 region.doubtful = True
             raise
-        self._unsynced -= {region for region in covered if not region.doubtful}
+        self._unsynced -= {r for r, writes in covered.items() if r.writes == writes and not r.doubtful}
         for file in self.files:
             file.sample()
 

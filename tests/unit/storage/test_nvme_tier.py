@@ -26,6 +26,7 @@ from storage.tiers.data_file import DataFile
 from storage.tiers.extents import SPLIT_BYTES, Extent
 from storage.tiers.nvme import NvmeTier
 from storage.tracing import Tracer
+from tests.unit.storage.builders import Fault, held
 
 BUDGET_PAGES = 512
 # The number of pages in a checksum's block.
@@ -387,3 +388,29 @@ async def test_a_device_that_fails_while_a_version_is_placed_keeps_no_part_of_it
         with pytest.raises(DeviceError, match="Read-only file system"):
             await tier.allocate(4 * BLOCK_BYTES)
         assert tier.used_bytes == 0
+
+
+async def test_a_sync_says_nothing_of_bytes_that_a_version_gets_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job may sync between two tiles of an update, and the sync that fails afterwards has lost the second."""
+    arena = Arena(5 * BLOCK_BYTES)
+    buffer = arena.allocate(BLOCK_BYTES)
+    assert buffer is not None
+    async with tier_at(tmp_path / "data", pages=8 * PAGES) as tier:
+        region, whole = [await tier.allocate(2 * BLOCK_BYTES) for _ in range(2)]
+        for first in (region, whole):
+            await tier.write_from(first, 0, arena.view(buffer))
+        with held(monkeypatch, "sync_data") as go_on:
+            syncing = asyncio.ensure_future(tier.sync())
+            await asyncio.sleep(0.02)
+            await tier.write_from(region, BLOCK_BYTES, arena.view(buffer))
+            go_on.set()
+            await syncing
+        syncs = Fault(monkeypatch, "sync_data")
+        syncs.fail(DeviceError("input/output error"))
+        with pytest.raises(DeviceError, match="input/output error"):
+            await tier.sync()
+        assert (region.doubtful, whole.doubtful) == (True, False)
+        assert len(tier.problems) == 1
+    arena.close()
