@@ -589,11 +589,14 @@ class Gradients:
 
     async def _spill(self, memory: Parkable) -> None:
         """Write a parked gradient to a region, and free its range unless it was recalled meanwhile."""
-        assert memory.arena_range is not None
+        range_ = memory.arena_range
         try:
+            if range_ is None or memory.is_freed:
+                # The gradient was freed, or its range was taken, before this task had its first turn.
+                return
             async with self._backing.new_version(self._backing.durable.name, memory.nbytes, memory.label) as region:
                 self._writing[memory] = region
-                view = self._host.view(memory.arena_range)
+                view = self._host.view(range_)
                 await self._backing.durable.write_from(region, 0, view, Priority.UPDATE)
                 memory.region = self._writing.pop(memory)
                 self._spilled.add(memory)

@@ -202,6 +202,28 @@ async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
                 await recalling
 
 
+async def test_a_range_may_be_taken_before_its_spill_has_begun(
+    tmp_path: Path, without_room: Callable[[Engine], None]
+) -> None:
+    """A client parks and recalls a gradient, and its session ends, before the task of the spill has had a turn."""
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        used = engine.nvme.used_bytes
+        gradient, _ = await filled(training)
+        engine.gradients.park(gradient)
+        recalling = asyncio.ensure_future(engine.gradients.recall(gradient))
+        range_ = engine.gradients.take_range(gradient)
+        assert range_ is not None
+        with pytest.raises(NotFoundError, match="is freed"):
+            await recalling
+        async with asyncio.timeout(10):
+            await engine.gradients.close()
+        engine.host.free(range_)
+        assert engine.gradients.parked_bytes == engine.gradients.spilled_bytes == 0
+        assert engine.nvme.used_bytes == used
+
+
 async def test_a_recall_that_is_cancelled_when_the_spill_has_ended_leaves_the_gradient_spilled(
     tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
