@@ -380,12 +380,6 @@ class Engine:
                 await self._job_registry.free(layout)
             self.queue.forget_job(name)
 
-    async def _delete(self, jobs: Sequence[Job]) -> None:
-        if stored := [job.spec.identity for job in jobs if job.durable]:
-            await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
-        for job in jobs:
-            await self._job_registry.free(job)
-
     # --- kept steps
 
     def kept_steps(self, name: str) -> Mapping[str, Job]:
@@ -898,12 +892,19 @@ class Engine:
         self._job_registry.succeed(job)
         if job.older and job.settled >= job.first_step:
             try:
-                await self._delete(list(job.older))
+                await self._free_layouts(list(job.older))
             except StorageError:
                 # The commit itself has succeeded, so this error does not end it. The next commit frees the former
                 # layout.
                 log.exception("the former layout of job %s is not freed yet", job.spec.name)
         return durable
+
+    async def _free_layouts(self, layouts: Sequence[Job]) -> None:
+        """Delete former layouts of a job from the catalog, and then free their bytes in all tiers."""
+        if stored := [layout.spec.identity for layout in layouts if layout.durable]:
+            await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
+        for layout in layouts:
+            await self._job_registry.free(layout)
 
     def check_roll_back(self, job: Job, step: int) -> None:
         """Raise what `roll_back` would raise at once, if it would not accept this step."""
