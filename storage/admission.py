@@ -84,7 +84,7 @@ class Admission:
     def reserve(self) -> None:
         """Make sure that the next steps of all jobs find room on the backing tiers, or raise BudgetExceededError."""
         for tier in self._backing:
-            tier.reserve(self._need(tier))
+            tier.reserve(self._bytes_of_next_steps(tier))
 
     def reserve_for_reader(self, job: Job) -> None:
         """Make sure that a step of the job can be kept beside the steps to come, or raise BudgetExceededError."""
@@ -94,9 +94,9 @@ class Admission:
         for tier in self._backing:
             unbacked = tally.by_backing[None] if job.spec.local_ranks else alone
             backed = tally.by_backing[tier.name] if job.spec.local_ranks else 0
-            tier.reserve(self._need(tier) + backed + (unbacked if tier.is_durable else 0))
+            tier.reserve(self._bytes_of_next_steps(tier) + backed + (unbacked if tier.is_durable else 0))
 
-    def _need(self, tier: BackingTier[Any], host_budget_bytes: int | None = None) -> int:
+    def _bytes_of_next_steps(self, tier: BackingTier[Any], host_budget_bytes: int | None = None) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
         Versions that are being written are in use.
@@ -126,7 +126,8 @@ class Admission:
         for job in active:
             if kept := self.kept_regions([job.spec.name]):
                 shared |= kept & {r for slab in job.slabs() for r in slab.versions.values() if r.tier is tier}
-        versions = sum(_need(job, tier) - job.tally.filling_bytes(tier.name, _wanted(job, tier)) for job in active)
+        versions = sum(_missing_bytes(job, tier) for job in active)
+        versions -= sum(job.tally.filling_bytes(tier.name, _wanted(job, tier)) for job in active)
         return sum(region.nbytes for region in shared) + versions + spills
 
     def _holds_all_gradients(self, host_budget_bytes: int | None = None) -> bool:
@@ -194,12 +195,14 @@ class Admission:
             return share
         if share < size:
             return None
-        if not fits and (any(limit.nvme_bytes is not None for limit in limits) or not self._may_spill(job, size)):
-            return None
+        if not fits:
+            may_spill = all(limit.nvme_bytes is None for limit in limits)
+            if not (may_spill and self._reserve_for_activations(job, size)):
+                return None
         return share
 
-    def _may_spill(self, job: Job, more: int) -> bool:
-        """Reserve room on the durable tier for a job's activations and `more` bytes of them; return whether it has it.
+    def _reserve_for_activations(self, job: Job, more: int) -> bool:
+        """Reserve room on the durable tier for a job's activations and `more` bytes; return whether there is so much.
 
         The reservation lasts until the job is opened by another run.
         """
@@ -210,7 +213,7 @@ class Admission:
             return True
         reserved[name] = wanted
         try:
-            self._backing.durable.reserve(self._need(self._backing.durable))
+            self._backing.durable.reserve(self._bytes_of_next_steps(self._backing.durable))
         except BudgetExceededError:
             reserved[name] = before
             if not before:
@@ -252,7 +255,7 @@ class Admission:
         more = {region for region in reader.regions.values() if region is not None}
         if moved := sum(region.nbytes for region in more if region.doubtful or not region.tier.is_durable):
             # These bytes are copied, because a kept step is durable.
-            self._backing.durable.reserve(self._need(self._backing.durable) + moved)
+            self._backing.durable.reserve(self._bytes_of_next_steps(self._backing.durable) + moved)
         for limit in limits:
             self.check_limit(reader.job, limit, kept=more)
 
@@ -270,7 +273,7 @@ class Admission:
         active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
         host = self._host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
         durable = self._backing.durable
-        nvme = sum(_need(layout, durable) for layout in active)
+        nvme = sum(_missing_bytes(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
         may_all = not self._holds_all_gradients() or host.total_without_spilling > (limit.host_bytes or math.inf)
         nvme += sum(layout.tally.leaving_gradient_bytes(may_all=may_all) for layout in active)
@@ -315,7 +318,7 @@ class Admission:
             BudgetExceededError: it could not. The text says how large the budget has to be.
         """
         durable = self._backing.durable
-        used, more = durable.used_bytes, self._need(durable, host_budget_bytes)
+        used, more = durable.used_bytes, self._bytes_of_next_steps(durable, host_budget_bytes)
         if used + more > nvme_budget_bytes:
             raise BudgetExceededError(
                 f"nvme_budget {nvme_budget_bytes} is too small: {used} bytes are in use, and the next steps of the "
@@ -357,7 +360,7 @@ class Admission:
         )
 
 
-def _need(job: Job, tier: BackingTier[Any]) -> int:
+def _missing_bytes(job: Job, tier: BackingTier[Any]) -> int:
     """Return the bytes of a tier that the slabs of a job will need besides their complete versions."""
     return job.tally.missing_bytes(tier.name, _wanted(job, tier))
 

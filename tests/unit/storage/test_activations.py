@@ -59,7 +59,8 @@ async def test_activations_are_spilled_oldest_first_and_come_back_with_their_byt
 async def test_without_room_on_nvme_activations_are_admitted_to_half_of_the_spare_host_memory(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
-        engine.nvme.budget_bytes = engine.nvme.used_bytes + engine._job_registry.admission._need(engine.nvme)
+        admission = engine._job_registry.admission
+        engine.nvme.budget_bytes = engine.nvme.used_bytes + admission._bytes_of_next_steps(engine.nvme)
         kept: list[Activation] = []
         while engine.admit_activation(training.job, MIB, parks=False) is not None:
             kept.append(await written(engine, len(kept), MIB))
@@ -83,7 +84,7 @@ async def test_a_spill_under_way_takes_no_more_of_the_budget_than_one_that_has_e
             assert engine.admit_activation(training.job, MIB, parks=False) is not None
             kept.append(await written(engine, value, MIB))
         await engine.gradients.close()
-        need = engine.nvme.used_bytes + engine._job_registry.admission._need(engine.nvme)
+        need = engine.nvme.used_bytes + engine._job_registry.admission._bytes_of_next_steps(engine.nvme)
         engine.nvme.budget_bytes = need + MIB
         first = next(activation for activation in kept if activation.arena_range is not None)
         with held(monkeypatch, "write_exact"):

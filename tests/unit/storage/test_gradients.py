@@ -472,7 +472,7 @@ async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memor
         admission = engine._job_registry.admission
         need = admission._all_need()
         assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, gradient)
-        reserved = admission._need(engine.backing.durable)
+        reserved = admission._bytes_of_next_steps(engine.backing.durable)
         assert reserved >= 4 * gradient
         half = [
             replace(layout, gradients=TierName.HOST if number % 2 else TierName.NVME).group(name)
@@ -481,7 +481,7 @@ async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memor
         await engine.register(training.job, half)
         need = admission._all_need()
         assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, 3 * gradient)
-        assert admission._need(engine.backing.durable) == reserved - 2 * gradient
+        assert admission._bytes_of_next_steps(engine.backing.durable) == reserved - 2 * gradient
     async with opened(tmp_path, **ROOM, gradients_of_a_rank=1) as engine:
         job = engine.job(layout.name)
         assert [job.group(name).gradient_leaves_host for name in layout.groups] == [True, False, True, False]

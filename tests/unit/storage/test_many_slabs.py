@@ -180,10 +180,10 @@ async def test_what_the_budgets_must_hold_is_that_of_all_slabs(tmp_path: Path) -
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
         # The committed version is there already. The pending version of each slab needs one more page.
-        assert engine._job_registry.admission._need(engine.nvme) == FEW * PAGE_BYTES
+        assert engine._job_registry.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
         assert Counter(job.tally.passing) == {PAGE_BYTES: FEW} and job.tally.home_bytes == 0
         await put_one(engine, job, 3, 1.0)
-        assert engine._job_registry.admission._need(engine.nvme) == FEW * PAGE_BYTES
+        assert engine._job_registry.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
         await engine.register(job, [group(n, TierName.HOST) for n in range(10)])
         assert job.tally.home_bytes == 10 * PAGE_BYTES and len(job.tally.passing) == FEW - 10
         check_tally(job)
