@@ -102,7 +102,7 @@ class Committer:
         # one, because a mark without a job would remain for a later job of the same name.
         stored = mark if job.durable - newer else None
         if kept is not None or stored is not None:
-            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, kept, stored))
+            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, kept, stored))
         if mark is not None:
             job.rolled_back = (*(one for one in job.rolled_back if one.step < step), mark)
         if kept is not None:
@@ -172,21 +172,20 @@ class Committer:
         while self._catalog.in_doubt:
             await self._in_catalog_thread(self._catalog.resolve_doubt)
 
-    async def finish_way_back(self, job: Job) -> None:
-        """Wait for the snapshot under way if the pending step has overwritten bytes of the last committed one.
+    async def finish_snapshot_to_return_to(self, job: Job) -> None:
+        """Wait for the snapshot under way if `abandon_pending` will make the job return to a durable step.
 
-        The caller awaits this before `abandon_pending`, which makes the job return to a durable step in this case. If
-        that happened while the snapshot is under way, the snapshot would record a step whose versions are freed or
-        are those of the other step.
+        It will if the pending step has overwritten bytes of the last committed one. If the job returned while the
+        snapshot is under way, the snapshot would record a step whose versions are freed or are those of another step.
         """
         if job.snapshot is not None and _has_lost_newest(job):
             await asyncio.wait([job.snapshot])
 
     def abandon_pending(self, job: Job) -> None:
-        """Free the versions that an abandoned step wrote. Await `finish_way_back` and `resolve_doubt` first.
+        """Free the versions that an abandoned step wrote.
 
-        If the step overwrote the only bytes of the last committed step, the job returns to its last durable step, if
-        any.
+        The caller awaits `finish_snapshot_to_return_to` and `resolve_doubt` first. If the step overwrote the only bytes
+        of the last committed step, the job returns to its last durable step, if there is one.
         """
         newest = job.newest
         if job.durable and _has_lost_newest(job):
@@ -310,7 +309,7 @@ class Committer:
         """Free the room of durable steps that other nodes have needed until now, before a snapshot takes more."""
         kept = _needed(job, job.durable)
         if kept != job.durable:
-            await self._in_catalog_thread(lambda: self._go_back(job.spec.identity, sorted(kept), None))
+            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, sorted(kept), None))
             job.durable = kept
             await self._prune(job)
 
@@ -335,8 +334,8 @@ class Committer:
             self._catalog.add_commit(job.spec.identity, record, stored)
             self._catalog.retain(job.spec.identity, kept)
 
-    def _go_back(self, job: str, kept: list[int] | None, mark: RolledBack | None) -> None:
-        """Keep only the steps `kept` of a job in the catalog, unless that is None, and record an operator's roll-back.
+    def _keep_in_catalog(self, job: str, kept: list[int] | None, mark: RolledBack | None) -> None:
+        """Keep only the steps `kept` of a job in the catalog (None: all), and record an operator's roll-back, if any.
 
         This runs in the catalog's thread.
         """

@@ -283,7 +283,7 @@ class PendingSteps:
         pending.abandoned = True
         if pending.writes:
             await asyncio.wait(pending.writes.values())
-        await self._committer.finish_way_back(job)
+        await self._committer.finish_snapshot_to_return_to(job)
         await self._committer.resolve_doubt()
         if job.pending is pending:
             job.pending = None
