@@ -542,8 +542,8 @@ class Engine:
         """
         slabs = [(job.slab(group, kind), position) for group, kind, position in wants]
         writes = job.pending.writes if job.pending else {}
-        later = {slab: write for slab, _ in slabs if (write := writes.get(slab)) is not None and not write.done()}
-        self.queue.replace_window(owner, slabs, later)
+        running = {slab: write for slab, _ in slabs if (write := writes.get(slab)) is not None and not write.done()}
+        self.queue.replace_window(owner, slabs, running)
 
     def end_prefetch(self, owner: str) -> None:
         """Remove the prefetch window of `owner`."""

@@ -30,7 +30,7 @@ from storage.tracing import Activity, Tracer
 
 # The most fetched copies that are sent to lenders at once. Others are sent when they are fetched again.
 MOST_SENT_AT_ONCE = 2
-NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
+NO_WRITES: Mapping[Slab, asyncio.Future[Any]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,12 @@ class _Fetch:
     """A slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand fetch), or for both.
 
     Attributes:
-        activity: the activity as which the fetch is traced. None if it has not begun.
+        slab: the slab.
+        position: the trace position at which the slab is needed, by which a prefetch waits for its turn.
+        owners: the owners of the windows that name the slab.
+        waiters: the demands, each of which gets a pin of the copy.
+        task: reads the bytes; None: the fetch has not begun.
+        activity: the activity as which the fetch is traced; None: it has not begun.
     """
 
     slab: Slab
@@ -227,7 +232,7 @@ class PrefetchQueue:
         self,
         owner: str,
         wants: Iterable[tuple[Slab, float]],
-        later: Mapping[Slab, asyncio.Future[Any]] = NOTHING_LATER,
+        writes: Mapping[Slab, asyncio.Future[Any]] = NO_WRITES,
     ) -> None:
         """Replace the slabs, each with its trace position, that `owner` will need soon.
 
@@ -235,8 +240,8 @@ class PrefetchQueue:
         that the owner no longer wants becomes the first one to be evicted.
 
         Args:
-            later: slabs that are being written now, each with the write's task. Such a slab is fetched when its write
-                is done, if the window still names it.
+            writes: slabs that are being written now, each with the write's task. Such a slab is fetched when its
+                write is done, if the window still names it.
         """
         window = dict(wants)
         before = self._windows.pop(owner, {})
@@ -251,7 +256,7 @@ class PrefetchQueue:
                 fetch.owners.discard(owner)
                 self._drop_if_unwanted(fetch)
         for slab, position in window.items():
-            if (write := later.get(slab)) is not None:
+            if (write := writes.get(slab)) is not None:
                 # The update works on the slab's copy in the host tier, if there is one, so the cache must not evict
                 # this copy before the update.
                 self._host_cache.set_next_use(slab, position)
