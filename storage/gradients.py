@@ -236,7 +236,7 @@ class Gradients:
         # The activations that wait for room, in the order of their requests.
         self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
         host.when_room_is_short(self.relieve)
-        host.wait_behind(lambda: any(not granted.done() for _, granted in self._queue))
+        host.add_queue_behind(lambda: any(not granted.done() for _, granted in self._queue))
         host.when_room_is_made(self._serve_activations)
 
     @property
@@ -546,7 +546,7 @@ class Gradients:
         self._queue.append(request)
         self._serve_activations()
         if not granted.done():
-            self._host.room_is_short()
+            self._host.announce_shortage()
         deadline = asyncio.get_running_loop().call_at(self._host.deadline(), self._refuse, activation, granted)
         try:
             return await granted

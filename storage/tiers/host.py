@@ -94,8 +94,8 @@ class HostTier:
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
-        # Whether requests wait behind all allocations, by queue.
-        self._waits_behind: list[Callable[[], bool]] = []
+        # For each queue behind all allocations, a function that returns whether it has requests.
+        self._queues_behind: list[Callable[[], bool]] = []
         self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
@@ -149,19 +149,23 @@ class HostTier:
         """Call `callback` whenever a request begins to wait, so that other bytes can leave the arena."""
         self._on_shortage.append(callback)
 
-    def room_is_short(self) -> None:
-        """Take note that a request begins to wait for room."""
+    def announce_shortage(self) -> None:
+        """Call the callbacks of `when_room_is_short`, because a request begins to wait."""
         for callback in self._on_shortage:
             callback()
 
-    def wait_behind(self, waits: Callable[[], bool]) -> None:
-        """Take note of a queue of requests that are served when no allocation waits. `waits` says if it has any."""
-        self._waits_behind.append(waits)
+    def add_queue_behind(self, has_requests: Callable[[], bool]) -> None:
+        """Take note of a queue of requests that are served when no allocation waits.
+
+        Args:
+            has_requests: returns whether the queue has requests now.
+        """
+        self._queues_behind.append(has_requests)
 
     @property
     def is_short(self) -> bool:
         """Whether an allocation waits for room, or a request behind all allocations."""
-        return bool(self._waiters) or any(waits() for waits in self._waits_behind)
+        return bool(self._waiters) or any(has_requests() for has_requests in self._queues_behind)
 
     def take_back_first(self, take_back: Callable[[], ArenaRange | None]) -> None:
         """Call `take_back` before a copy is evicted: it returns a lent range, which the tier frees, or None."""
@@ -192,7 +196,7 @@ class HostTier:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
-        self.room_is_short()
+        self.announce_shortage()
         deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
         try:
             with self.waiting:
