@@ -32,8 +32,8 @@ from storage.tiers.giving_way import giving_way
 ALIGN_BYTES = 512
 
 
-class Source(Protocol):
-    """What a copy has the bytes of: a slab."""
+class CopiedSlab(Protocol):
+    """The part of a `Slab` that the directory needs. It is declared here because slab.py imports from this folder."""
 
     @property
     def stamp(self) -> int:
@@ -71,7 +71,7 @@ class _Copy:
         leases: the number of `find` and `place` calls without their `release`.
     """
 
-    source: Source
+    slab: CopiedSlab
     stamp: int
     range_: DeviceRange
     next_use: float
@@ -91,7 +91,7 @@ class _Copy:
     @property
     def is_stale(self) -> bool:
         """Whether the bytes are not the newest ones of the slab any more."""
-        return self.source.deleted or self.source.stamp != self.stamp
+        return self.slab.deleted or self.slab.stamp != self.stamp
 
 
 class DeviceMemory:
@@ -110,7 +110,7 @@ class DeviceMemory:
         self._counters = counters
         self._generations = generations
         self._free = FreeRuns()
-        self._copies: dict[Source, _Copy] = {}
+        self._copies: dict[CopiedSlab, _Copy] = {}
         # Copies that must go when their last lease ends: they lie beyond the budget, or others have replaced them.
         self._leaving: list[_Copy] = []
 
@@ -137,13 +137,13 @@ class DeviceMemory:
                 self._free.add(free_from, min(start, self.budget_bytes))
             free_from = max(free_from, end)
 
-    def find(self, source: Source, next_use: float) -> DeviceRange | None:
+    def find(self, slab: CopiedSlab, next_use: float) -> DeviceRange | None:
         """Lease the copy of a slab's newest bytes; None if the session has none.
 
         Args:
             next_use: the trace position at which the same bytes are needed again after this use.
         """
-        copy = self._copies.get(source)
+        copy = self._copies.get(slab)
         if copy is not None and copy.is_stale:
             self._drop(copy)
             copy = None
@@ -156,35 +156,35 @@ class DeviceMemory:
         self._counters.bytes_read += copy.range_.nbytes
         return copy.range_
 
-    def has(self, source: Source) -> bool:
+    def has(self, slab: CopiedSlab) -> bool:
         """Return whether `find` would find a copy."""
-        copy = self._copies.get(source)
+        copy = self._copies.get(slab)
         return copy is not None and copy.is_filled and not copy.is_stale
 
-    def place(self, source: Source, nbytes: int, next_use: float) -> DeviceRange | None:
+    def place(self, slab: CopiedSlab, nbytes: int, next_use: float) -> DeviceRange | None:
         """Lease a range in which the client may keep a slab's newest bytes, which it is about to copy.
 
         Return None if there is no room, and not enough of it would be left by copies that are needed later.
         """
-        if source in self._copies or not nbytes:
+        if slab in self._copies or not nbytes:
             return None  # The client is copying the same bytes for another use already, or there are none.
         offset = self._allocate(round_up(nbytes, ALIGN_BYTES), next_use)
         if offset is None:
             return None
         range_ = DeviceRange(offset, nbytes, next(self._generations))
-        copy = _Copy(source, source.stamp, range_, next_use, leases=1)
+        copy = _Copy(slab, slab.stamp, range_, next_use, leases=1)
         self.used_bytes += copy.room_bytes
         self._counters.moved_bytes += copy.room_bytes
-        self._copies[source] = copy
+        self._copies[slab] = copy
         return range_
 
-    def release(self, source: Source, range_: DeviceRange, *, is_kept: bool = True) -> None:
+    def release(self, slab: CopiedSlab, range_: DeviceRange, *, is_kept: bool = True) -> None:
         """End a lease of `find` or `place`.
 
         Args:
             is_kept: of a range that `place` has given: whether the client has copied the bytes to it.
         """
-        copy = next(copy for copy in self._of(source) if copy.range_ == range_)
+        copy = next(copy for copy in self._of(slab) if copy.range_ == range_)
         copy.leases -= 1
         if not copy.is_filled:
             if is_kept:
@@ -198,18 +198,18 @@ class DeviceMemory:
             self._leaving.remove(copy)
             self._free_range(copy)
 
-    def _of(self, source: Source) -> Iterator[_Copy]:
+    def _of(self, slab: CopiedSlab) -> Iterator[_Copy]:
         """Yield the copy of a slab, and those that are leaving."""
-        if source in self._copies:
-            yield self._copies[source]
-        yield from (copy for copy in self._leaving if copy.source is source)
+        if slab in self._copies:
+            yield self._copies[slab]
+        yield from (copy for copy in self._leaving if copy.slab is slab)
 
     def _holding(self) -> list[_Copy]:
         return [*self._copies.values(), *self._leaving]
 
     def _drop(self, copy: _Copy) -> None:
         """Forget a copy, and free its range as soon as the client does not use it."""
-        del self._copies[copy.source]
+        del self._copies[copy.slab]
         if copy.leases:
             self._leaving.append(copy)
         else:
