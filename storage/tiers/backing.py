@@ -18,7 +18,7 @@ from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
-from storage.tiers.remote import RemoteTier, Shared
+from storage.tiers.remote import RemoteRead, RemoteTier
 from storage.waiting import finish_all, wait_out
 
 # The bytes of the buffer through which a region is copied from one tier to another.
@@ -107,19 +107,19 @@ class BackingTiers:
     ) -> Coroutine[Any, Any, None]:
         """Fill `buffer` from the region's tier, or from a lender; see `BackingTier.read_into`."""
         if self.remote is not None:
-            return self._read_shared(self.remote, [Move(region, offset, buffer)], priority, verified=True)
+            return self._read_with_lenders(self.remote, [Move(region, offset, buffer)], priority, verified=True)
         return region.tier.read_into(region, offset, buffer, priority)
 
     def read_many(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, verified, from the tiers of their regions; see `BackingTier.read_many`."""
         if self.remote is not None:
-            return self._read_shared(self.remote, moves, priority, verified=True)
+            return self._read_with_lenders(self.remote, moves, priority, verified=True)
         return self._read(moves, priority, verified=True)
 
     def read_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, not verified, from the tiers of their regions; see `BackingTier.read_raw`."""
         if self.remote is not None:
-            return self._read_shared(self.remote, moves, priority, verified=False)
+            return self._read_with_lenders(self.remote, moves, priority, verified=False)
         return self._read(moves, priority, verified=False)
 
     def write_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
@@ -128,7 +128,7 @@ class BackingTiers:
         See `BackingTier.write_raw`, and `begin_copy` for the lenders.
         """
         if self.remote is not None:
-            return self._write_shared(self.remote, moves, priority)
+            return self._write_with_lenders(self.remote, moves, priority)
         return self._write(moves, priority)
 
     def begin_copy(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
@@ -160,32 +160,32 @@ class BackingTiers:
             return tier.write_raw(moves, priority)
         return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(moves)])
 
-    async def _read_shared(
+    async def _read_with_lenders(
         self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool
     ) -> None:
         """Read from lenders what they have, and at the same time the rest from the tiers of the regions."""
-        elsewhere, shared = remote.split(moves)
-        if not shared:
+        elsewhere, reads = remote.split(moves)
+        if not reads:
             await self._read(moves, priority, verified=verified)
             return
-        for move, _, _ in shared:
+        for move, _, _ in reads:
             self.hold(move.region)
         try:
-            works = [asyncio.ensure_future(self._read_remote(remote, shared, priority, verified=verified))]
+            works = [asyncio.ensure_future(self._read_remote(remote, reads, priority, verified=verified))]
             if elsewhere:
                 works.append(asyncio.ensure_future(self._read(elsewhere, priority, verified=verified)))
             await finish_all(works)
         finally:
-            for move, _, _ in shared:
+            for move, _, _ in reads:
                 self.free(move.region)
 
     async def _read_remote(
-        self, remote: RemoteTier, shared: Sequence[Shared], priority: Priority, *, verified: bool
+        self, remote: RemoteTier, reads: Sequence[RemoteRead], priority: Priority, *, verified: bool
     ) -> None:
-        if left := await remote.read(shared, verified=verified):
+        if left := await remote.read(reads, verified=verified):
             await self._read(left, priority, verified=verified)
 
-    async def _write_shared(self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority) -> None:
+    async def _write_with_lenders(self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority) -> None:
         """Write to the tiers of the regions, and send the same bytes to lenders for as long as that is of use."""
         pushing = asyncio.ensure_future(remote.push(moves))
         try:

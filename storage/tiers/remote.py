@@ -23,6 +23,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from storage.errors import DamagedBlockError
 from storage.shard import TierName
@@ -38,7 +39,13 @@ PROBE_EVERY = 64
 # The bytes for which a read may take `timeout_seconds`. A read behind many others may take as many times as long.
 TIMEOUT_BYTES = 16 << 20
 
-Shared = tuple[Move[Region], Source, RemoteCopy]
+
+class RemoteRead(NamedTuple):
+    """A read that a lender can make: the lender, and its copy of the bytes."""
+
+    move: Move[Region]
+    source: Source
+    copy: RemoteCopy
 
 
 class RemoteTier:
@@ -294,13 +301,13 @@ class RemoteTier:
 
     # --- reads
 
-    def split(self, moves: Sequence[Move[Region]]) -> tuple[Sequence[Move[Region]], Sequence[Shared]]:
+    def split(self, moves: Sequence[Move[Region]]) -> tuple[Sequence[Move[Region]], Sequence[RemoteRead]]:
         """Return the moves that have to be made elsewhere, and those that `read` can make."""
         if not self._where:
             return moves, ()
         self._nvme_rate.sample(self._nvme.bytes_read, self._nvme.reading.elapsed)
         elsewhere: list[Move[Region]] = []
-        shared: list[Shared] = []
+        reads: list[RemoteRead] = []
         for move in moves:
             found = self._where.get(move.region)
             self._reads += 1
@@ -309,18 +316,18 @@ class RemoteTier:
                 self.counters.misses += not is_probe
                 elsewhere.append(move)
             else:
-                shared.append((move, *found))
-        return elsewhere, shared
+                reads.append(RemoteRead(move, *found))
+        return elsewhere, reads
 
-    async def read(self, shared: Sequence[Shared], *, verified: bool) -> list[Move[Region]]:
+    async def read(self, reads: Sequence[RemoteRead], *, verified: bool) -> list[Move[Region]]:
         """Fill the buffers from the lenders, and return the moves that must be made elsewhere after all.
 
         The caller holds the regions. Without `verified` the caller verifies the bytes itself.
         """
-        sources = dict.fromkeys(source for _, source, _ in shared)
-        parts = [[one for one in shared if one[1] is source] for source in sources]
-        read = [self._read_from(source, part) for source, part in zip(sources, parts, strict=True)]
-        filled = [one for part in await asyncio.gather(*read) for one in part]
+        sources = dict.fromkeys(read.source for read in reads)
+        parts = [[read for read in reads if read.source is source] for source in sources]
+        filling = [self._read_from(source, part) for source, part in zip(sources, parts, strict=True)]
+        filled = [read for part in await asyncio.gather(*filling) for read in part]
         if verified:
             right = await asyncio.to_thread(lambda: [_is_right(move) for move, _, _ in filled])
             for one, is_right in zip(filled, right, strict=True):
@@ -329,9 +336,9 @@ class RemoteTier:
             filled = [one for one, is_right in zip(filled, right, strict=True) if is_right]
         # The moves are compared by identity, because equality would compare the bytes.
         done = {id(move) for move, _, _ in filled}
-        return [move for move, _, _ in shared if id(move) not in done]
+        return [move for move, _, _ in reads if id(move) not in done]
 
-    async def _read_from(self, source: Source, part: Sequence[Shared]) -> list[Shared]:
+    async def _read_from(self, source: Source, part: Sequence[RemoteRead]) -> list[RemoteRead]:
         """Read from one lender, and return what it has filled."""
         memory = source.memory
         if memory is None:
@@ -360,7 +367,7 @@ class RemoteTier:
                 self.counters.hits += 1
                 source.bytes_read += len(move.buffer)
                 self.counters.bytes_read += len(move.buffer)
-                filled.append((move, source, copy))
+                filled.append(RemoteRead(move, source, copy))
             else:
                 source.misses += 1
                 self.counters.misses += 1
