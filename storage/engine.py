@@ -556,7 +556,8 @@ class Engine:
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
         """Return pinned room in the arena for the bytes of a slab at its job's first step.
 
-        The caller writes the bytes there, and then calls `publish`, or `unpin` to discard them.
+        The caller writes all elements of the group there, in the slab's dtype, and then calls `publish`, or `unpin` to
+        discard them.
 
         Raises:
             ConflictError: the job has committed steps, so its bytes change through updates only; or another lease
@@ -732,9 +733,7 @@ class Engine:
         return self._job_registry.admission.room_for_parked(self.config.prefetch_bytes)
 
     def take_staged(self, pin: Pin) -> ArenaRange:
-        """Take the range of the arena with a slab's staged bytes away from the slab, and return it.
-
-        The bytes are discarded.
+        """Discard a slab's staged bytes, and return the range of the arena that they had.
 
         A client's process may still write to the range, so the caller passes it to `HostTier.free` only when no process
         can.
@@ -754,7 +753,10 @@ class Engine:
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         """Return a range of the arena that `fill` has filled. The range is charged to the job until it is freed.
 
-        See `StepReader.fill` for an example of `fill`.
+        Args:
+            job: the job.
+            nbytes: the bytes that are wanted; the range has whole pages.
+            fill: fills the view of the range that it gets. An example is `StepReader.fill`.
 
         Raises:
             BudgetExceededError: other bytes in use left no room for the range before the deadline.
@@ -836,6 +838,11 @@ class Engine:
         be abandoned, and the update would overwrite the only bytes of the last committed step.
 
         Args:
+            job: the job.
+            step: the pending step.
+            group: the name of the group.
+            gradient: its gradient for this step, with the values; the client writes to it no more.
+            kernel: called in an optimizer thread for each part of the group, whose `Tile` it updates in place.
             position: the trace position of the group. Among the updates that wait, the one with the lowest position
                 runs next.
             keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
