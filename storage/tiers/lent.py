@@ -190,9 +190,12 @@ class LentMemory:
         """Return whether a loan has the memory of a segment, which is taken from free room if it is not there yet."""
         if segment in loan._segments:
             return True
-        mine = sum(other.used_bytes for other in self._loans if other.identity == loan.identity)
-        limit = self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
-        if loan.is_ended or mine + SEGMENT_BYTES > limit or self.used_bytes + SEGMENT_BYTES > self.budget_bytes:
+        of_borrower = sum(other.used_bytes for other in self._loans if other.identity == loan.identity)
+        if (
+            loan.is_ended
+            or of_borrower + SEGMENT_BYTES > self._borrower_limit_bytes
+            or self.used_bytes + SEGMENT_BYTES > self.budget_bytes
+        ):
             return False
         range_ = self.host.allocate_free(SEGMENT_BYTES)
         if range_ is None:
@@ -236,10 +239,16 @@ class LentMemory:
         loan.taken_back_bytes += SEGMENT_BYTES
         return loan._segments.pop(segment).range_
 
+    @property
+    def _borrower_limit_bytes(self) -> int:
+        """The most bytes of all loans of one identity together."""
+        return self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
+
     def _set_sizes(self) -> None:
-        limit = self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
+        """Tell each loan how many bytes of it may be kept within the present limits."""
         for loan in self._loans:
-            size = min(loan.wanted_bytes, limit, self.budget_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
+            size = min(loan.wanted_bytes, self._borrower_limit_bytes, self.budget_bytes)
+            size -= size % SEGMENT_BYTES
             if size != loan.size_bytes:
                 loan.size_bytes = size
                 loan.changed.set()
