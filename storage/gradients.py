@@ -206,7 +206,7 @@ class _Patience:
 
 
 class Gradients:
-    """The gradients of all jobs of one engine."""
+    """The gradients and activations of all jobs of one engine."""
 
     def __init__(self, host: HostTier, backing: BackingTiers, scratch: ScratchRanges, room: Callable[[], int]) -> None:
         """Keep the parts of the engine. `room` returns the bytes of the arena that parked gradients may take."""
@@ -214,14 +214,14 @@ class Gradients:
         self._backing = backing
         self._scratch = scratch
         self._room = room
-        # The parked gradients that are in the arena and are not being spilled, in the order in which they were parked.
-        # The first one is needed last, because gradients come in the reverse order of the updates.
+        # The parked gradients and activations in the arena that are not being spilled, in the order in which they were
+        # parked. The first gradient is needed last, because gradients come in the reverse order of the updates.
         self._kept: dict[Parkable, None] = {}
         self._kept_bytes = 0
         self._spilling: set[Parkable] = set()
         # The regions that are being written for some of these.
         self._writing: dict[Parkable, Region] = {}
-        # The gradients that have a region on the durable tier.
+        # The gradients and activations that have a region on the durable tier.
         self._spilled: set[Parkable] = set()
         # The activations that are not freed.
         self._activations: set[Activation] = set()
@@ -229,7 +229,7 @@ class Gradients:
         self.reserved_for_activations: Counter[str] = Counter()
         # The bytes of activations that were spilled since the start.
         self.spilled_activations_ever = 0
-        # Tasks that wait for room for a gradient, which a failed spill ends with its error.
+        # Tasks that wait for room, which a failed spill ends with its error.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
         self._patience = _Patience(self.relieve)
@@ -241,7 +241,7 @@ class Gradients:
 
     @property
     def regions(self) -> Collection[Region]:
-        """The regions that hold spilled gradients."""
+        """The regions that hold spilled gradients and activations."""
         return [memory.region for memory in self._spilled if memory.region is not None]
 
     @property
@@ -368,10 +368,10 @@ class Gradients:
         self.relieve()
 
     async def recall(self, memory: Parkable) -> None:
-        """Bring a parked gradient back to the arena, where the client may write to it again.
+        """Bring a parked gradient or activation back to the arena, where the client may write to it again.
 
         Raises:
-            NotFoundError: the gradient was freed meanwhile.
+            NotFoundError: it was freed meanwhile.
             DamagedBlockError: the spilled bytes are damaged.
             StorageError: there was no room for it before the deadline, or it cannot be read.
         """
@@ -469,7 +469,7 @@ class Gradients:
             return
         # An update that runs frees its gradient soon, so only a request that waits has it spilled.
         excess -= sum(memory.nbytes for memory in self._kept if memory.is_updating)
-        for memory in list(self._order()):
+        for memory in list(self._in_leaving_order()):
             if max(short, 0 if memory.is_updating else excess) <= 0:
                 continue
             if memory.will_be_used_up and self._patience.lasts():
@@ -482,7 +482,7 @@ class Gradients:
         """Begin to spill one parked gradient of these jobs, unless one is being spilled."""
         if any(memory.job in jobs for memory in self._spilling):
             return
-        found = next((memory for memory in self._order() if memory.job in jobs), None)
+        found = next((memory for memory in self._in_leaving_order() if memory.job in jobs), None)
         if found is not None:
             self._begin_spill(found)
 
@@ -492,7 +492,7 @@ class Gradients:
         while tasks := [memory._spilling for memory in self._spilling if memory._spilling is not None]:
             await asyncio.wait(tasks)
 
-    def _order(self) -> Iterator[Parkable]:
+    def _in_leaving_order(self) -> Iterator[Parkable]:
         """Yield what is parked in the arena and may be spilled, in the order in which it is to leave the arena."""
         leaving = (memory for memory in self._kept if self._may_spill(memory))
         yield from sorted(leaving, key=lambda memory: memory.leaving_rank)
