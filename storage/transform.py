@@ -284,8 +284,8 @@ class Transformer:
         return True
 
     async def _begin_tile(self, work: Work, start: int, passages: Sequence[_Passage]) -> asyncio.Task[None]:
-        part = await self._take(work.gradient, in_memory=_are_in_memory(passages))
-        return asyncio.ensure_future(self._tile(part, work.group, start, passages, work.kernel))
+        buffers = await self._take_buffers(work.gradient, in_memory=_are_in_memory(passages))
+        return asyncio.ensure_future(self._tile(buffers, work.group, start, passages, work.kernel))
 
     async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
         """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
@@ -388,7 +388,7 @@ class Transformer:
             else:
                 return
 
-    async def _take(self, gradient: Gradient, *, in_memory: bool) -> _Buffers:
+    async def _take_buffers(self, gradient: Gradient, *, in_memory: bool) -> _Buffers:
         """Wait for the buffers of a tile, and hold the gradient where it is then.
 
         A spilled gradient needs a buffer of its own, into which its part of the tile is read.
@@ -396,25 +396,25 @@ class Transformer:
         Args:
             in_memory: the bytes of all slabs are in host memory, and their results stay there.
         """
-        range_: ArenaRange | None = None
-        own: ArenaRange | None = None
+        of_slabs: ArenaRange | None = None
+        of_gradient: ArenaRange | None = None
         if in_memory:
             await self._in_memory.acquire()
             if not gradient.is_in_arena:
                 try:
-                    own = await self._tiles.take()
+                    of_gradient = await self._tiles.take()
                 except BaseException:
                     self._in_memory.release()
                     raise
         elif gradient.is_in_arena:
-            range_ = await self._tiles.take()
+            of_slabs = await self._tiles.take()
             if not gradient.is_in_arena:
                 # It was spilled during the wait.
-                self._tiles.free(range_)
-                range_, own = await self._tiles.take_two()
+                self._tiles.free(of_slabs)
+                of_slabs, of_gradient = await self._tiles.take_two()
         else:
-            range_, own = await self._tiles.take_two()
-        return _Buffers(range_, own, gradient, self._gradients.begin_read(gradient))
+            of_slabs, of_gradient = await self._tiles.take_two()
+        return _Buffers(of_slabs, of_gradient, gradient, self._gradients.begin_read(gradient))
 
     async def _tile(
         self, buffers: _Buffers, group: Group, start: int, passages: Sequence[_Passage], kernel: Kernel
@@ -423,7 +423,7 @@ class Transformer:
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
             gradient = self._map_gradient(buffers, start, numel)
-            mapped = self._map(buffers.range_, start, numel, passages)
+            mapped = self._map(buffers.of_slabs, start, numel, passages)
             parts = _Parts(start, numel, mapped, gradient, kernel, self._scratch)
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
@@ -434,9 +434,9 @@ class Transformer:
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._gradients.end_read(buffers.gradient, buffers.place)
-            if buffers.range_ is None:
+            if buffers.of_slabs is None:
                 self._in_memory.release()
-            for range_ in (buffers.range_, buffers.own):
+            for range_ in (buffers.of_slabs, buffers.of_gradient):
                 if range_ is not None:
                     self._tiles.free(range_)
 
@@ -446,8 +446,8 @@ class Transformer:
         offset, nbytes = start * dtype.itemsize, round_up(numel * dtype.itemsize)
         if isinstance(place, ArenaRange):
             return _Mapped(self._host.view(place)[offset : offset + nbytes], offset, dtype)
-        assert buffers.own is not None, "a spilled gradient has a buffer of its own"
-        return _Mapped(self._host.view(buffers.own)[:nbytes], offset, dtype, source=place)
+        assert buffers.of_gradient is not None, "a spilled gradient has a buffer of its own"
+        return _Mapped(self._host.view(buffers.of_gradient)[:nbytes], offset, dtype, source=place)
 
     def _map(
         self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[_Passage]
@@ -502,13 +502,14 @@ class _Buffers:
     """The buffers of one tile.
 
     Attributes:
-        range_: for the parts of slabs that have no copy; None: all is in host memory.
-        own: for the part of the gradient, if it is spilled.
+        of_slabs: has the parts of slabs that have no copy; None: all bytes are in host memory.
+        of_gradient: has the part of the gradient; None: the gradient is in the arena.
+        gradient: the gradient.
         place: where the gradient is held for the tile.
     """
 
-    range_: ArenaRange | None
-    own: ArenaRange | None
+    of_slabs: ArenaRange | None
+    of_gradient: ArenaRange | None
     gradient: Gradient
     place: ArenaRange | Region
 
