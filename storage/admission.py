@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from storage.errors import BudgetExceededError
+from storage.errors import BudgetExceededError, StorageError
 from storage.gradients import Activation, Gradient, Gradients
 from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
@@ -214,11 +214,13 @@ class Admission:
         reserved[name] = wanted
         try:
             self._backing.durable.reserve(self._bytes_of_next_steps(self._backing.durable))
-        except BudgetExceededError:
+        except StorageError as error:
             reserved[name] = before
             if not before:
                 del reserved[name]
-            return False
+            if isinstance(error, BudgetExceededError):
+                return False
+            raise
         return True
 
     @property

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from storage.engine import Engine
-from storage.errors import DamagedBlockError
+from storage.errors import DamagedBlockError, DeviceError
 from storage.gradients import Activation
-from tests.unit.storage.builders import MIB, TILED, Layout, Training, flip, held, on_nvme, opened
+from tests.unit.storage.builders import MIB, TILED, Fault, Layout, Training, flip, held, on_nvme, opened
 
 # Its gradients and units take 4 MiB of the host budget, and the optimizer's buffers some more.
 LAYOUT = Layout(name="kept", numels=TILED, groups=("a", "b", "c"))
@@ -98,6 +98,26 @@ async def test_a_spill_under_way_takes_no_more_of_the_budget_than_one_that_has_e
         assert engine.gradients.spilled_activation_bytes == engine.gradients.taken_bytes(Activation) == taken
         for activation in kept:
             engine.gradients.free(activation)
+
+
+async def test_room_that_a_device_has_refused_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        growth = Fault(monkeypatch, "extend")
+        growth.fail(DeviceError("read-only file system"))
+        kept: list[Activation] = []
+        with pytest.raises(DeviceError, match="read-only file system"):
+            while engine.admit_activation(training.job, MIB, parks=False) is not None:
+                kept.append(await written(engine, len(kept), MIB))
+        with pytest.raises(DeviceError, match="read-only file system"):
+            engine.admit_activation(training.job, MIB, parks=False)
+        growth.heal()
+        assert engine.admit_activation(training.job, MIB, parks=False) is not None
+        for activation in kept:
+            engine.gradients.free(activation)
+        await engine.gradients.close()
 
 
 async def test_an_activation_that_leaves_a_step_no_room_is_refused(tmp_path: Path) -> None:
