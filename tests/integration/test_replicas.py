@@ -398,18 +398,20 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
     assert found is not None and found.committed_step == 1 and not found.replicas
 
 
-def test_a_follower_hears_of_commits_again_after_a_shortage_of_memory(
-    nodes: Nodes, job: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("maps", [0, 1], ids=["while it watches", "while it copies"])
+def test_a_follower_goes_on_after_a_shortage_of_memory(
+    nodes: Nodes, job: str, monkeypatch: pytest.MonkeyPatch, maps: int
 ) -> None:
+    """It maps the memory of the job's daemon, and then that of the holder; one of these fails once."""
     tensors = {"weight": torch.zeros(64)}
     with StoreClientSync.connect(nodes.own.address) as client, client.open(job, tensors) as writer:
         writer.put(tensors)
         writer.commit()
-    really_map, failures = Arena.map, [OSError(errno.ENOMEM, "Cannot allocate memory")]
+    really_map, are_short = Arena.map, [*[False] * maps, True]
 
     def map_later(*arguments: Any, **options: Any) -> Any:
-        if failures:
-            raise failures.pop()
+        if are_short and are_short.pop(0):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return really_map(*arguments, **options)
 
     monkeypatch.setattr(Arena, "map", map_later)
@@ -422,7 +424,7 @@ def test_a_follower_hears_of_commits_again_after_a_shortage_of_memory(
     with following(order):
         wait_until(lambda: step_of(nodes.holder, job) == 0)
         wait_until(lambda: not replica_of(nodes.own, job).problem)
-    assert not failures
+    assert not are_short
 
 
 def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:

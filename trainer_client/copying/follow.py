@@ -170,7 +170,9 @@ class Follower:
                 try:
                     self._copy()
                     pause = _FIRST_PAUSE_SECONDS
-                except TrainerClientError as error:
+                except (TrainerClientError, OSError) as error:
+                    # An OSError comes if the follower cannot map the memory of a daemon, for example while the machine
+                    # has none left.
                     self._put_run.close(error)
                     self._tell_problem(str(error) or type(error).__name__)
                     if self._gives_up():
@@ -197,8 +199,7 @@ class Follower:
                         if is_well_again:
                             self._tell_problem("")
                 except (TrainerClientError, OSError) as error:
-                    # A copy that is under way waits longer for the daemon, which may be started again. An OSError comes
-                    # if the follower cannot map the daemon's memory, for example while the machine has none left.
+                    # A copy that is under way waits longer for the daemon, which may be started again.
                     self._tell_problem(f"the commits at {self._order.origin.address} cannot be watched: {error}")
                     self._watching.extend()
                     self._watching.pause(_FIRST_PAUSE_SECONDS)
@@ -222,7 +223,7 @@ class Follower:
         """Return the newest committed step; None if there is none or the daemon does not answer."""
         try:
             layouts = self._ask_layouts()
-        except StoreError:
+        except (StoreError, OSError):
             return None
         return max(layouts[-1].steps) if layouts else None
 
