@@ -25,6 +25,8 @@ from typer.testing import CliRunner
 
 import trainer_client
 from paramserver.admin.cli import app
+from paramserver.security.principals import Role
+from paramserver.security.tokens import add_token, remove_token
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.following import following
@@ -34,9 +36,10 @@ from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
 from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.errors import UnauthenticatedError
 from trainer_client.run.replicas import choose_holders
 from trainer_client.transport.arena import Arena
-from trainer_client.transport.credentials import NO_CREDENTIALS
+from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 
 DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
 # The most steps of a trainer that is lost. Its follower takes some seconds to start, in which a trainer without pauses
@@ -425,6 +428,52 @@ def test_a_follower_goes_on_after_a_shortage_of_memory(
         wait_until(lambda: step_of(nodes.holder, job) == 0)
         wait_until(lambda: not replica_of(nodes.own, job).problem)
     assert not are_short
+
+
+def accepts(daemon: Daemon, token: str) -> bool:
+    try:
+        StoreClientSync.connect(daemon.address, credentials=Credentials(token=token)).close()
+    except UnauthenticatedError:
+        return False
+    return True
+
+
+def test_a_follower_goes_on_with_the_token_that_has_replaced_its_own(tmp_path: Path, job: str) -> None:
+    """As the runbook has it: the new token is in the trainer's file before the old one is removed at the daemons."""
+    tokens, token_file = tmp_path / "tokens.toml", tmp_path / "token"
+    operator = Credentials(token=add_token(tokens, "operator", Role.ADMIN))
+    old = add_token(tokens, "old", Role.JOB, [job])
+    token_file.write_text(old)
+    tensors = {"weight": torch.zeros(64)}
+    with ExitStack() as stack:
+        config = DAEMON | {"token_file": str(tokens)}
+        daemons = [stack.enter_context(Daemon(tmp_path / name / "state", config)) for name in ("own", "holder")]
+        own, holder = daemons
+        order = FollowerOrder(
+            job=job,
+            origin=Place.of(own.address, Credentials(token_file=token_file)),
+            holder=Place.of(holder.address, Credentials(token_file=token_file)),
+            finish_seconds=20.0,
+        )
+
+        def held() -> int | None:
+            with StoreClientSync.connect(holder.address, credentials=operator) as client:
+                return next((stored.step for stored in client.list_jobs() if stored.name == job), None)
+
+        client = stack.enter_context(StoreClientSync.connect(own.address, credentials=operator))
+        writer = stack.enter_context(client.open(job, tensors))
+        writer.put(tensors)
+        writer.commit()
+        stack.enter_context(following(order))
+        wait_until(lambda: held() == 0)
+
+        new = add_token(tokens, "new", Role.JOB, [job])
+        token_file.write_text(new)
+        remove_token(tokens, "old")
+        wait_until(lambda: all(accepts(daemon, new) and not accepts(daemon, old) for daemon in daemons))
+        writer.put(tensors)
+        writer.commit()
+        wait_until(lambda: held() == 1)
 
 
 def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:

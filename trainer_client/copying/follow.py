@@ -28,7 +28,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
 from trainer_client.copying.stored_step import StoredStep
-from trainer_client.errors import StoreError, TrainerClientError
+from trainer_client.errors import ConfigError, StoreError, TrainerClientError
 from trainer_client.run import rolled_back
 from trainer_client.run.rolled_back import RollBacks
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -69,6 +69,10 @@ class Place:
         files = {name: str(path) for name, path in given.items() if path is not None}
         return cls(address=address, insecure=credentials.insecure, **files)
 
+    def read_files(self) -> list[bytes | None]:
+        """Return what the files of the credentials hold now; None for a file that cannot be read."""
+        return [_content(path) for name in _FILES if (path := getattr(self, name)) is not None]
+
     def connect(self) -> Connection:
         """Return a connection, which is made on first use. It can raise ConfigError."""
         given = {name: getattr(self, name) for name in _FILES}
@@ -76,6 +80,44 @@ class Place:
         client = f"follower at {socket.gethostname()}, process {os.getpid()}"
         credentials = Credentials(insecure=self.insecure, **files)
         return Connection(self.address, client, credentials, prefer_streams=False)
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return None
+
+
+class _Link:
+    """A connection to a daemon that can be made anew with another token or other certificates. It is made on first use.
+
+    Attributes:
+        connection: the connection.
+    """
+
+    def __init__(self, place: Place) -> None:
+        """Prepare the connection. It can raise ConfigError."""
+        self._place = place
+        self._renewing = threading.Lock()
+        # The contents of the files of the credentials, read just before they are read for the connection.
+        self._files = place.read_files()
+        self.connection = place.connect()
+
+    def renew(self) -> bool:
+        """Connect anew if the files of the credentials hold others now, and return whether that was so."""
+        with self._renewing:
+            files = self._place.read_files()
+            if files == self._files:
+                return False
+            try:
+                connection = self._place.connect()
+            except ConfigError:
+                # A file that is just being replaced cannot be used. The next call looks again.
+                return False
+            former, self.connection, self._files = self.connection, connection, files
+        former.close()
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +180,21 @@ class Follower:
         self.state = FollowerState()
         self._order = order
         self._tell = tell
-        self._origin = order.origin.connect()
-        self._holder = order.holder.connect()
+        self._origin = _Link(order.origin)
+        self._holder = _Link(order.holder)
         self._changed = threading.Condition()
         # The newest committed step, as the watching thread has heard. The follower itself asks the daemon.
         self._newest: int | None = None
         self._finish_at: float | None = None
         self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
+        self._put_run = self._new_put_run()
+
+    def _new_put_run(self) -> PutRun:
         # A replica under a name of its own is no other program's, so steps that its job has left may be given up.
-        self._put_run = PutRun(
-            self._holder,
-            pace=Pace(order.bytes_a_second),
-            gives_up_newer=order.held_as is not None,
+        return PutRun(
+            self._holder.connection,
+            pace=Pace(self._order.bytes_a_second),
+            gives_up_newer=self._order.held_as is not None,
             rolled_back=self._ask_rolled_back,
         )
 
@@ -174,6 +219,7 @@ class Follower:
                     # An OSError comes if the follower cannot map the memory of a daemon, for example while the machine
                     # has none left.
                     self._put_run.close(error)
+                    self._renew_links()
                     self._tell_problem(str(error) or type(error).__name__)
                     if self._gives_up():
                         return
@@ -183,15 +229,25 @@ class Follower:
         finally:
             self._put_run.close()
             self._watching.cancel()
-            self._origin.close()
-            self._holder.close()
+            self._origin.connection.close()
+            self._holder.connection.close()
+
+    def _renew_links(self) -> None:
+        """Go on with the credentials that are in their files now.
+
+        A daemon may have refused those that were used before, because they were replaced while the follower ran.
+        """
+        self._origin.renew()
+        if self._holder.renew():
+            self._put_run = self._new_put_run()
 
     def _watch(self) -> None:
         """Hear of each commit, on a thread of its own."""
         with contextlib.suppress(CallCancelledError):
             while True:
+                origin = self._origin.connection
                 try:
-                    for commit in StoreClientSync(self._origin).watch_within(self._watching, self._order.job):
+                    for commit in StoreClientSync(origin).watch_within(self._watching, self._order.job):
                         with self._changed:
                             self._newest = commit.step
                             self._changed.notify_all()
@@ -199,6 +255,9 @@ class Follower:
                         if is_well_again:
                             self._tell_problem("")
                 except (TrainerClientError, OSError) as error:
+                    # The other thread closes the connection that it replaces, which is no problem of the daemon.
+                    if origin is not self._origin.connection or self._origin.renew():
+                        continue
                     # A copy that is under way waits longer for the daemon, which may be started again.
                     self._tell_problem(f"the commits at {self._order.origin.address} cannot be watched: {error}")
                     self._watching.extend()
@@ -229,22 +288,22 @@ class Follower:
 
     def _ask_rolled_back(self) -> RollBacks:
         """Return the roll-backs of the job by operators. It can raise StoreError."""
-        with StoredStep(self._origin, self._order.job) as newest:
+        with StoredStep(self._origin.connection, self._order.job) as newest:
             named = rolled_back.of_states(newest.description.client_states)
         return {**named, **rolled_back.of_layouts(map(StoredLayout.from_proto, self._ask_layouts()))}
 
     def _ask_layouts(self) -> Sequence[pb.StoredLayout]:
         """Return the layouts of the job that have committed steps, the newest one last. It can raise StoreError."""
-        call = Call(_GONE_SECONDS, _GONE_SECONDS)
-        listed = self._origin.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+        call, request = Call(_GONE_SECONDS, _GONE_SECONDS), pb.ListStoredJobsRequest()
+        listed = self._origin.connection.resume(call, lambda s: s.call("ListStoredJobs", request, call))
         return next((job.layouts for job in listed.jobs if job.name == self._order.job), [])
 
     def _copy(self) -> None:
         """Copy the newest committed step. It can raise TrainerClientError."""
         if not self._put_run.sessions:
             # No step is held while the holder does not answer, so that it is the newest one that goes there afterwards.
-            self._holder.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
-        with StoredStep(self._origin, self._order.job, put_as=self._order.held_as) as source:
+            self._holder.connection.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
+        with StoredStep(self._origin.connection, self._order.job, put_as=self._order.held_as) as source:
             step = source.description
             # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
             if self._finish_at is not None or not self._put_run.takes(step):
@@ -288,7 +347,7 @@ class Follower:
             problem=state.problem,
         )
         with contextlib.suppress(TrainerClientError):
-            self._origin.admin_call("ReportReplica", request, Call(None, CONTROL_DEADLINE_SECONDS))
+            self._origin.connection.admin_call("ReportReplica", request, Call(None, CONTROL_DEADLINE_SECONDS))
 
 
 def main() -> None:
