@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,7 +36,7 @@ from tests.integration.support.ranks import Launch
 from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
-from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.copying.follow import Follower, FollowerOrder, Place
 from trainer_client.errors import UnauthenticatedError
 from trainer_client.run.replicas import choose_holders
 from trainer_client.transport.arena import Arena
@@ -399,6 +400,40 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
                 writer.commit()
         found = job_info(nodes.own, job)
     assert found is not None and found.committed_step == 1 and not found.replicas
+
+
+def test_a_follower_ends_though_it_has_heard_of_a_step_that_was_rolled_back(
+    nodes: Nodes, tmp_path: Path, job: str
+) -> None:
+    """It has heard of step 3 while the holder was away, and copies step 2, which is the newest one then."""
+    tensors = {"weight": torch.zeros(64)}
+    with (
+        StoreClientSync.connect(nodes.own.address) as client,
+        client.open(job, tensors, durability="snapshot:2") as writer,
+    ):
+        for _ in range(4):
+            writer.put(tensors)
+            writer.commit()
+    nodes.holder.kill()
+    order = FollowerOrder(
+        job=job,
+        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
+        finish_seconds=1.0,
+    )
+    follower = Follower(order, lambda _: None)
+    thread = threading.Thread(target=follower.run)
+    with ExitStack() as stack:
+        stack.callback(thread.join)
+        thread.start()
+        stack.callback(follower.finish)
+        wait_until(lambda: bool(follower.state.problem))
+        with admin_of(nodes.own.address) as store:
+            store.RollBackJob(admin_pb.RollBackJobRequest(job=job, step=2), timeout=30)
+        holder = stack.enter_context(Daemon(tmp_path / "holder" / "state", DAEMON))
+        wait_until(lambda: step_of(holder, job) == 2)
+        follower.finish()
+        wait_until(lambda: not thread.is_alive())
 
 
 @pytest.mark.parametrize("maps", [0, 1], ids=["while it watches", "while it copies"])

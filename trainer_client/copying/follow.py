@@ -303,6 +303,8 @@ class Follower:
         if not self._put_run.sessions:
             # No step is held while the holder does not answer, so that it is the newest one that goes there afterwards.
             self._holder.connection.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
+        with self._changed:
+            heard = self._newest
         with StoredStep(self._origin.connection, self._order.job, put_as=self._order.held_as) as source:
             step = source.description
             # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
@@ -310,7 +312,9 @@ class Follower:
                 self._put_run.close()
             result = self._put_run.put(source)
         with self._changed:
-            if self._newest is None or self._newest < result.step:
+            # A step that was heard of before is not the newest one if the job was rolled back since. The daemon tells
+            # its watchers of commits only.
+            if self._newest is None or self._newest == heard or self._newest < result.step:
                 self._newest = result.step
             self.state = FollowerState(
                 step=result.step,
