@@ -163,6 +163,7 @@ class Operations:
             sent_bytes=request.sent_bytes,
             copy_seconds=request.copy_seconds if math.isfinite(request.copy_seconds) else 0.0,
             problem=printable(request.problem[:MOST_PROBLEM_CHARACTERS]),
+            is_finishing=request.finishing,
         )
         return admin_pb.ReportReplicaResponse()
 

@@ -90,15 +90,22 @@ class Replicas:
         sent_bytes: int,
         copy_seconds: float,
         problem: str,
+        is_finishing: bool = False,
     ) -> None:
         """Take note of what a follower reports; see Replica for the arguments.
+
+        Args:
+            is_finishing: whether the follower's trainer is gone. Such a report is ignored if the holder is none of the
+                job's last run.
 
         Raises:
             BudgetExceededError: the job has MOST_HOLDERS other replicas.
         """
-        replicas = self._of_jobs.setdefault(job, {})
-        replica = replicas.get(holder)
+        replica = self._of_jobs.get(job, {}).get(holder)
         if replica is None:
+            if is_finishing:
+                return
+            replicas = self._of_jobs.setdefault(job, {})
             if len(replicas) >= MOST_HOLDERS:
                 raise BudgetExceededError(f"job {job!r} has {MOST_HOLDERS} replicas here, and can have no more")
             replica = replicas[holder] = Replica(holder=holder)

@@ -290,20 +290,22 @@ class BeginCopyResponse(_message.Message):
     def __init__(self, resumes: _Optional[bool] = ...) -> None: ...
 
 class ReportReplicaRequest(_message.Message):
-    __slots__ = ("job", "holder", "step", "sent_bytes", "copy_seconds", "problem")
+    __slots__ = ("job", "holder", "step", "sent_bytes", "copy_seconds", "problem", "finishing")
     JOB_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    FINISHING_FIELD_NUMBER: _ClassVar[int]
     job: str
     holder: str
     step: int
     sent_bytes: int
     copy_seconds: float
     problem: str
-    def __init__(self, job: _Optional[str] = ..., holder: _Optional[str] = ..., step: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
+    finishing: bool
+    def __init__(self, job: _Optional[str] = ..., holder: _Optional[str] = ..., step: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., problem: _Optional[str] = ..., finishing: _Optional[bool] = ...) -> None: ...
 
 class ReportReplicaResponse(_message.Message):
     __slots__ = ()

@@ -402,6 +402,35 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
     assert found is not None and found.committed_step == 1 and not found.replicas
 
 
+def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_it_has_reached_late(
+    nodes: Nodes, tmp_path: Path, job: str
+) -> None:
+    """The holder is away until a run without replicas has opened the job. It gets the newest step all the same."""
+    tensors = {"weight": torch.zeros(64)}
+    order = FollowerOrder(
+        job=job,
+        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
+        finish_seconds=60.0,
+    )
+    nodes.holder.kill()
+    with StoreClientSync.connect(nodes.own.address) as client:
+        with client.open(job, tensors) as writer:
+            writer.put(tensors)
+            writer.commit()
+        with following(order) as follower:
+            wait_until(lambda: bool(replica_of(nodes.own, job).problem))
+            follower.finish()
+            with client.open(job, tensors) as writer:
+                writer.put(tensors)
+                writer.commit()
+            with Daemon(tmp_path / "holder" / "state", DAEMON) as holder:
+                wait_until(lambda: follower.state.step == 1)
+                assert step_of(holder, job) == 1
+    found = job_info(nodes.own, job)
+    assert found is not None and found.committed_step == 1 and not found.replicas
+
+
 def test_a_follower_ends_though_it_has_heard_of_a_step_that_was_rolled_back(
     nodes: Nodes, tmp_path: Path, job: str
 ) -> None:

@@ -349,6 +349,7 @@ class Follower:
             sent_bytes=state.sent_bytes,
             copy_seconds=state.copy_seconds,
             problem=state.problem,
+            finishing=self._finish_at is not None,
         )
         with contextlib.suppress(TrainerClientError):
             self._origin.connection.admin_call("ReportReplica", request, Call(None, CONTROL_DEADLINE_SECONDS))

@@ -25,8 +25,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def report(of: Replicas, newest: int | None, step: int | None, problem: str = "", holder: str = "b:1") -> None:
-    of.report("job", newest, holder=holder, step=step, sent_bytes=8, copy_seconds=0.5, problem=problem)
+def report(
+    of: Replicas,
+    newest: int | None,
+    step: int | None,
+    problem: str = "",
+    holder: str = "b:1",
+    *,
+    is_finishing: bool = False,
+) -> None:
+    of.report(
+        "job",
+        newest,
+        holder=holder,
+        step=step,
+        sent_bytes=8,
+        copy_seconds=0.5,
+        problem=problem,
+        is_finishing=is_finishing,
+    )
 
 
 def lag(of: Replicas, newest: int | None) -> tuple[int, float]:
@@ -118,3 +135,17 @@ def test_a_job_has_a_limited_number_of_replicas_until_another_run_opens_it() -> 
     of.forget("job")
     report(of, 0, 0, holder="another")
     assert [replica.holder for replica in of.of_job("job")] == ["another"]
+
+
+def test_a_follower_whose_trainer_is_gone_does_not_bring_back_its_holder() -> None:
+    """Another run has opened the job, with another holder, and would show that the former one lags without end."""
+    of = Replicas(EventLog())
+    report(of, 1, 0)
+    report(of, 1, 1, is_finishing=True)
+    assert [(replica.holder, replica.step) for replica in of.of_job("job")] == [("b:1", 1)]
+    of.forget("job")
+    report(of, 2, 2, is_finishing=True)
+    assert not list(of.of_job("job"))
+    report(of, 2, 2, holder="c:1")
+    report(of, 3, 3, is_finishing=True)
+    assert [(replica.holder, replica.step) for replica in of.of_job("job")] == [("c:1", 2)]
