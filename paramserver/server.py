@@ -30,7 +30,7 @@ from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.optimizer_threads import by_default
-from paramserver.contract.otlp import OtlpError, SpanSender
+from paramserver.contract.otlp import DISABLED_VARIABLE, OtlpError, SpanSender, is_disabled
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
 from paramserver.dataplane.chunk_budget import ChunkBudget
@@ -312,12 +312,16 @@ def _send_spans(
 ) -> OnSession | None:
     """Send the spans of traced steps to the collector until `cleanup`.
 
-    Return the function that notes to which step a call belongs; None if the configuration names no collector.
+    Return the function that notes to which step a call belongs; None if the configuration names no collector, or the
+    environment turns OpenTelemetry off.
 
     Raises:
         ConfigError: the packages that this needs are not installed.
     """
     if config.otlp_endpoint is None:
+        return None
+    if is_disabled():
+        log.info("no spans go to %s, because $%s is true", config.otlp_endpoint, DISABLED_VARIABLE)
         return None
     attributes = {"service.name": "paramserver", "service.version": __version__, "service.instance.id": epoch}
     try:

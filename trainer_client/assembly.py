@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from paramserver.contract.durability import REPLICATED
+from paramserver.contract.otlp import DISABLED_VARIABLE, is_disabled
 from paramserver.contract.replica_names import name_replica
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
@@ -234,7 +235,9 @@ def _make_traces(rank: RankContext, resources: ExitStack) -> Sequence[StepTrace 
     traces: list[StepTrace | StepExport] = []
     if section.trace is not None:
         traces.append(StepTrace(section.trace, rank.recorder, rank.store, number))
-    if section.telemetry is not None:
+    if section.telemetry is not None and is_disabled():
+        log.info("no spans go to %s, because $%s is true", section.telemetry.endpoint, DISABLED_VARIABLE)
+    elif section.telemetry is not None:
         traces.append(StepExport(section.telemetry, rank.recorder, rank.store, job=section.job, rank=number))
     for trace in traces:
         resources.callback(trace.close)

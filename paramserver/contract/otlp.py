@@ -31,10 +31,12 @@ log = logging.getLogger(__name__)
 # A span of this process or of another one, below which this process puts its spans.
 Parent: TypeAlias = Any
 
-# Two environment variables of OpenTelemetry. The first has further metadata for the collector, such as its key; the
-# second has the file of the authorities (PEM) that sign its certificate.
+# Three environment variables of OpenTelemetry. The first has further metadata for the collector, such as its key; the
+# second has the file of the authorities (PEM) that sign its certificate. The third is "true" in processes that must
+# not send spans.
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 AUTHORITIES_VARIABLE = "OTEL_EXPORTER_OTLP_CERTIFICATE"
+DISABLED_VARIABLE = "OTEL_SDK_DISABLED"
 
 # The most spans that wait for the collector; they take some 40 MB. While so many wait, further spans are dropped.
 _QUEUED_SPANS = 50_000
@@ -50,6 +52,14 @@ _LOG_INTERVAL_SECONDS = 60.0
 
 class OtlpError(Exception):
     """Spans cannot be exported: packages are missing, or a file cannot be read."""
+
+
+def is_disabled() -> bool:
+    """Return whether OpenTelemetry is turned off in this process.
+
+    The SDK's tracer makes no spans then, so no SpanSender can be used.
+    """
+    return os.environ.get(DISABLED_VARIABLE, "").strip().lower() == "true"
 
 
 class SpanSender:

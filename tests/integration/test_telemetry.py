@@ -112,6 +112,26 @@ def test_a_collector_that_is_away_costs_no_step_and_is_named_in_the_logs(
     assert "the OpenTelemetry collector did not take" in caplog.text
 
 
+@pytest.mark.parametrize("disabled", [STORE, TRAINER])
+def test_a_process_in_which_opentelemetry_is_turned_off_sends_no_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disabled: str
+) -> None:
+    config = {"host_budget": "128MiB", "nvme_budget": "1GiB", "metrics_listen": f"127.0.0.1:{free_port()}"}
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_SDK_DISABLED", str(disabled == STORE))
+        with Daemon(tmp_path / "state", config | {"otlp_endpoint": collector.endpoint}) as daemon:
+            monkeypatch.setenv("OTEL_SDK_DISABLED", str(disabled == TRAINER))
+            section = {"address": daemon.address, "telemetry": collector.endpoint}
+            run = Run(steps=2, config=store_config(tmp_path / "unused") | {"paramserver": section})
+            traced = train_through_store(run)
+            assert daemon.stop() == 0, daemon.log
+            assert "Traceback" not in daemon.log
+        services = {span.service for span in collector.spans}
+    assert_bit_equal(traced, train_plain(run))
+    # The daemon sends its spans only for trainers that send theirs.
+    assert services == ({TRAINER} if disabled == STORE else set())
+
+
 def test_spans_draw_nothing_from_pythons_random_generator() -> None:
     with collecting() as collector:
         before = random.getstate()
