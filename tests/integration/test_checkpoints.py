@@ -247,12 +247,13 @@ def test_parts_of_a_checkpoint_can_be_loaded(address: str, job: str, tmp_path: P
             engine.load_checkpoint(tmp_path, "two", custom_load_fn=print)
 
 
-def test_another_model_is_refused_or_loaded_as_far_as_it_fits(address: str, job: str, tmp_path: Path) -> None:
-    class Longer(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks.append(torch.nn.Linear(24, 24))
+class Longer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(torch.nn.Linear(24, 24))
 
+
+def test_another_model_is_refused_or_loaded_as_far_as_it_fits(address: str, job: str, tmp_path: Path) -> None:
     with start(config_of(address, job)) as engine:
         list(steps(engine, 2))
         engine.save_checkpoint(tmp_path)
@@ -270,6 +271,36 @@ def test_another_model_is_refused_or_loaded_as_far_as_it_fits(address: str, job:
         pytest.raises(OtherModelError, match=r"has shape \[24, 24\] in the step and \[32, 32\] in this model"),
     ):
         engine.load_checkpoint(tmp_path)
+
+
+def test_what_a_checkpoint_lacks_goes_on_with_its_own_moments_and_count(address: str, job: str, tmp_path: Path) -> None:
+    """The next update of the parameter is its fifth, by torch's AdamW with the moments that it has."""
+    with start(config_of(address, job)) as engine:
+        list(steps(engine, 2))
+        engine.save_checkpoint(tmp_path)
+    with start(config_of(address, f"{job}-longer"), Longer()) as engine:
+
+        def values(kind: str) -> torch.Tensor:
+            found = engine.get_full("blocks.2.weight", kind)
+            assert found is not None
+            return found.clone()
+
+        list(steps(engine, 4))
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        group = engine.optimizer.param_groups[0]
+        plain = torch.nn.Parameter(values("master"))
+        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        reference = torch.optim.AdamW([plain], **settings, fused=True)
+        reference.state[plain] = {
+            "step": torch.tensor(4.0),
+            "exp_avg": values("exp_avg"),
+            "exp_avg_sq": values("exp_avg_sq"),
+        }
+        engine.backward(engine(batch(0)))
+        plain.grad = values("grad")
+        engine.step()
+        reference.step()
+        assert torch.equal(values("master"), plain)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])

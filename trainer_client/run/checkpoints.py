@@ -314,8 +314,9 @@ class Checkpoints:
         buffers = files.decode_buffers(manifest.buffers_of(rank), path)
         try:
             counts = state["update_counts"]
+            # None stands for a parameter that the step lacks, whose states stay as they are.
             state["update_counts"] = [
-                0 if p.fqn in found.fresh or p.fqn not in found.places else int(counts[found.places[p.fqn]])
+                None if p.fqn not in found.places else 0 if p.fqn in found.fresh else int(counts[found.places[p.fqn]])
                 for p in self._user.parameters
             ]
         except (LookupError, TypeError, ValueError) as error:

@@ -132,13 +132,16 @@ class RunState:
         The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
         the job was opened.
 
+        A number of updates that is None stays as it is.
+
         Args:
             optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
             lr_scheduler: whether the schedule is restored, too.
         """
-        counters = state["counters"]
+        counters, own_counts = state["counters"], self._step.update_counts
+        counts = state["update_counts"] if optimizer else own_counts
         self._step.go_on_from(
-            update_counts=state["update_counts"] if optimizer else self._step.update_counts,
+            update_counts=[own if count is None else count for own, count in zip(own_counts, counts, strict=True)],
             skipped=counters["skipped_steps"],
             skipped_in_row=counters["skipped_in_row"],
         )
