@@ -18,7 +18,7 @@ from paramserver.contract.kinds import Kind, kind_name
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from trainer_client.errors import ConfigError
-from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.parameters import ModelParameter, from_ranges, to_ranges
 from trainer_client.optimizers.hyper_parameters import check_settings
 from trainer_client.optimizers.registry import OPTIMIZERS, find_record
 from trainer_client.optimizers.torch_optimizer import OptimizerSection, ParameterGroup
@@ -153,7 +153,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def stateful_ranges(self) -> list[list[int]]:
         """Return the indexes of the parameters that have optimizer states, as ranges [first, last]."""
-        return _ranges(sorted(self._stateful))
+        return to_ranges(sorted(self._stateful))
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
         """Add a group, as torch's optimizers do.
@@ -278,7 +278,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         return [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            | {"params": _ranges(self._index_of[id(tensor)] for tensor in group["params"])}
+            | {"params": to_ranges(self._index_of[id(tensor)] for tensor in group["params"])}
             for group in self.param_groups
         ]
 
@@ -294,7 +294,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 "pass the same groups"
             )
         for number, (group, stored) in enumerate(zip(self.param_groups, settings, strict=False)):
-            indexes = _indexes(stored["params"])
+            indexes = from_ranges(stored["params"])
             present = [self._index_of[id(tensor)] for tensor in group["params"]]
             if present != indexes:
                 fqns = [self._parameters[index].fqn for index in sorted(set(present) ^ set(indexes))]
@@ -315,7 +315,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             values.pop(_DECOUPLED, None)
             if _CORRECTS in self.defaults:
                 values.setdefault(_CORRECTS, True)
-            indexes = _indexes(values.pop("params"))
+            indexes = from_ranges(values.pop("params"))
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]
                 # torch wants the names of the parameters in all groups, or in none.
@@ -405,18 +405,3 @@ def _without_states(fqn: str) -> str:
         f"parameter {fqn} cannot be trained: it was frozen and in no parameter group when the job was opened, and has "
         "no optimizer states in the store; name it in paramserver.may_thaw, and resume the job"
     )
-
-
-def _indexes(ranges: Iterable[Sequence[int]]) -> list[int]:
-    return [index for first, last in ranges for index in range(first, last + 1)]
-
-
-def _ranges(indexes: Iterable[int]) -> list[list[int]]:
-    """Return the runs of consecutive indexes as [first, last]; a model may have some hundred thousand parameters."""
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and ranges[-1][1] == index - 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    return ranges

@@ -22,7 +22,9 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.forked import ROOT
 from tests.integration.support.model_runs import config_of, start
 from tests.integration.support.two_models import stderr_of_script, train_here
-from trainer_client import JobConflictError, OtherModelError
+from trainer_client import Engine, JobConflictError, OtherModelError
+from trainer_client.exchange.export import export_step
+from trainer_client.exchange.import_checkpoint import import_checkpoint
 
 
 def test_another_model_in_the_same_directory_is_refused_and_each_way_on_works(
@@ -93,26 +95,29 @@ def test_with_an_operators_daemon_the_command_deletes_the_job_there(tmp_path: Pa
         begin(daemon.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
 
 
+class Net(nn.Module):
+    """A model that defines its last layer first or last, so its parameters have two orders."""
+
+    def __init__(self, *, last_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if last_first:
+            self.last = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        if not last_first:
+            self.last = nn.LayerNorm(4)
+        self.uses_last = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (self.last(hidden) if self.uses_last else hidden).square().mean()
+
+
 @pytest.mark.parametrize("units", [{}, {"max_parameters": 25}], ids=["in place", "laid out anew"])
 def test_the_counts_of_updates_follow_their_parameters_into_another_order(
     model_store: str, job: str, units: dict[str, Any]
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self, *, last_first: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            if last_first:
-                self.last = nn.LayerNorm(4)
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-            if not last_first:
-                self.last = nn.LayerNorm(4)
-            self.uses_last = False
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                hidden = block(hidden)
-            return (self.last(hidden) if self.uses_last else hidden).square().mean()
-
     def counts(net: Net, steps: int, **section: Any) -> dict[str, int]:
         with start(net, config_of(model_store, job, **section)) as engine:
             for step in range(steps):
@@ -127,3 +132,65 @@ def test_the_counts_of_updates_follow_their_parameters_into_another_order(
     again = counts(Net(last_first=True), 0, units=units)
     assert list(again) != list(before)
     assert again == before
+
+
+def begin_with_groups(net: Net, address: str, job: str, decay: float = 0.1, **section: Any) -> Engine:
+    """Return an engine whose optimizer decays the weights of the blocks, and neither biases nor the last layer."""
+    groups = [
+        {"params": [p for p in net.blocks.parameters() if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in net.blocks.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    config = config_of(address, job, **section)
+    engine: Engine = trainer_client.initialize(model=net, optimizer=optimizer, config=config)[0]
+    return engine
+
+
+def train(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(2, 4)))
+    engine.step()
+
+
+def groups_of(engine: Engine) -> list[tuple[set[str], float, float]]:
+    """Return the names of the parameters of each group, with its rate and its weight decay."""
+    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return [
+        ({name_of[id(parameter)] for parameter in group["params"]}, group["lr"], group["weight_decay"])
+        for group in engine.optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("units", [{}, {"max_parameters": 25}], ids=["in place", "laid out anew"])
+def test_the_groups_of_parameters_follow_them_into_another_order(
+    model_store: str, job: str, tmp_path: Path, units: dict[str, Any]
+) -> None:
+    """A resumed run has them, also a group that was added in mid-run, and so has one that loads a checkpoint."""
+    net = Net(last_first=False)
+    with begin_with_groups(net, model_store, job) as engine:
+        engine.optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 0.5})
+        engine.optimizer.param_groups[1]["lr"] = 0.25
+        train(engine)
+        engine.save_checkpoint(tmp_path)
+        before = groups_of(engine)
+    with begin_with_groups(Net(last_first=True), model_store, job, units=units) as engine:
+        assert groups_of(engine) == before
+        train(engine)
+    with begin_with_groups(Net(last_first=True), model_store, f"{job}-2") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert groups_of(engine) == before
+
+
+def test_groups_are_exported_and_imported_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    """The daemon knows the order of the job's first run, and the commit is one of a run with another order."""
+    config = {"host_budget": "64MiB"}
+    with Daemon(tmp_path / "state", config) as daemon:
+        for last_first in (False, True):
+            with begin_with_groups(Net(last_first=last_first), daemon.address, "job") as engine:
+                train(engine)
+                expected = groups_of(engine)
+        assert daemon.stop() == 0
+    with Daemon(tmp_path / "state", config) as daemon:
+        export_step(daemon.address, "job", None, tmp_path / "dcp", format="dcp", optimizer=True)
+        import_checkpoint(daemon.address, "again", tmp_path / "dcp")
+        with begin_with_groups(Net(last_first=True), daemon.address, "again", decay=0.0) as engine:
+            assert groups_of(engine) == expected

@@ -7,15 +7,17 @@ does not have: an unknown value is None, and the trainer then uses its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer_client.errors import ClientStateError
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor
+from trainer_client.model.parameters import to_ranges
 from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run import client_state
+from trainer_client.run.stored_state import sort_counts, sort_groups
 
 
 def encode_state(
@@ -33,6 +35,8 @@ def encode_state(
         ClientStateError: the user's part of the checkpoint has a value that cannot be stored.
     """
     names = {tensor.name: index for index, tensor in enumerate(tensors)}
+    counts = [tensor.update_count for tensor in tensors]
+    groups = _groups(checkpoint, names)
     kept, left_out = _small(buffers)
     scheduler = checkpoint.lr_scheduler
     if not _is_storable(scheduler):
@@ -49,9 +53,11 @@ def encode_state(
             "global_samples": checkpoint.samples,
             "clock": 0,
         },
-        "update_counts": [tensor.update_count for tensor in tensors],
+        "update_counts": counts,
+        "sorted_counts": sort_counts(counts, list(names)),
         "scaler": checkpoint.loss_scale or {"scale": 1.0, "patience": 1, "good_steps": 0, "dynamic": False},
-        "optimizer": _groups(checkpoint, names),
+        "optimizer": groups,
+        "sorted_groups": None if groups is None else sort_groups(groups, list(names)),
         "lr_scheduler": scheduler,
         "random": None,
         "data": None,
@@ -99,17 +105,6 @@ def _groups(checkpoint: Checkpoint, names: Mapping[str, int]) -> list[dict[str, 
         return None
     return [
         {key: value for key, value in group.settings.items() if _is_storable(value)}
-        | {"params": _ranges(names[name] for name in group.names if name in names)}
+        | {"params": to_ranges(names[name] for name in group.names if name in names)}
         for group in checkpoint.groups
     ]
-
-
-def _ranges(indexes: Iterable[int]) -> list[list[int]]:
-    """Return the runs of consecutive indexes as [first, last]."""
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and ranges[-1][1] == index - 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    return ranges

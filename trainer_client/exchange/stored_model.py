@@ -21,7 +21,8 @@ import torch
 
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
-from trainer_client.run.stored_state import counts_of, decode_stored
+from trainer_client.model.parameters import from_ranges
+from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
@@ -180,8 +181,8 @@ class StoredModel:
             for tensor in self._tensors
             if tensor.trainable
         }
-        counts = counts_of(self._state, [tensor.fqn for tensor in self._tensors])
-        names = {tensor.index: tensor.fqn for tensor in self._tensors}
+        names = [tensor.fqn for tensor in self._tensors]
+        counts = counts_of(self._state, names)
         return OptimizerStates(
             states=states,
             counts={
@@ -189,7 +190,7 @@ class StoredModel:
                 for tensor in self._tensors
                 if _COUNTED_STATES & states.get(tensor.fqn, {}).keys()
             },
-            groups=[_with_names(settings, names) for settings in self._state["optimizer"] or ()],
+            groups=[_with_names(settings, names) for settings in groups_of(self._state, names) or ()],
         )
 
     def read(self, tensor: ModelTensor, offset: int, numel: int) -> torch.Tensor:
@@ -419,8 +420,7 @@ def _incomplete(origin: StoredStep, what: str) -> StoreNotFoundError:
     )
 
 
-def _with_names(settings: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def _with_names(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a parameter group with the names of its parameters in place of ranges of indexes."""
     values = dict(settings)
-    ranges = values.pop("params")
-    return {"params": [names[index] for first, last in ranges for index in range(first, last + 1)], **values}
+    return {"params": [names[index] for index in from_ranges(values.pop("params"))], **values}

@@ -31,6 +31,7 @@ from trainer_client.run.checkpoint_files import KeptAt, Manifest
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.kept_source import KeptSource, find_source
 from trainer_client.run.retention import Retention
+from trainer_client.run.stored_state import groups_of
 from trainer_client.run.stored_step import StoreAddress, StoredStep
 
 log = logging.getLogger(__name__)
@@ -319,10 +320,11 @@ class Checkpoints:
                 None if p.fqn not in found.places else 0 if p.fqn in found.fresh else int(counts[found.places[p.fqn]])
                 for p in self._user.parameters
             ]
-        except (LookupError, TypeError, ValueError) as error:
+            # With the same groups, the checkpoint has the same parameters.
+            names = [p.fqn for p in self._user.parameters]
+            state["optimizer"] = groups_of(state, names) if found.keeps_groups else None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: its state of the run does not fit its step: {error!r}") from error
-        if not found.keeps_groups:
-            state["optimizer"] = None
         if with_states and state["optimizer"] is not None:
             self._user.optimizer.check_settings(state["optimizer"])
         own = dict(self._user.module.named_buffers(remove_duplicate=False))

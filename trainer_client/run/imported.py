@@ -8,14 +8,15 @@ module must never change a state that a trainer has committed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.parameters import ModelParameter, from_ranges
 from trainer_client.run import client_state
+from trainer_client.run.stored_state import counts_of, groups_of
 from trainer_client.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def describe_origin(state: Mapping[str, Any]) -> str:
 
 def adapt(
     state: dict[str, Any],
-    names: Mapping[int, str],
+    listed: Mapping[int, str],
     parameters: Sequence[ModelParameter],
     optimizer: StoreOptimizer,
     fresh: Collection[str],
@@ -52,16 +53,26 @@ def adapt(
 
     Args:
         state: the state, which is changed.
-        names: the names of the job's parameters, by their numbers in the order of the import.
+        listed: the names of the job's parameters of which the stores have elements, by their numbers in the job. For
+            imports of earlier versions these are the numbers in the order of the import.
         parameters: the model's parameters.
         optimizer: this run's optimizer.
         fresh: names of trained parameters whose optimizer states begin at zero.
     """
     state["random"] = client_state.random_states(torch.device("cpu"))
-    counts = {fqn: state["update_counts"][index] for index, fqn in names.items()}
+    names = _all_names(state, listed)
+    counts = dict(zip(names, counts_of(state, names), strict=True))
     state["update_counts"] = [0 if p.fqn in fresh else counts.get(p.fqn, 0) for p in parameters]
-    if state["optimizer"] is not None:
-        state["optimizer"] = _settings(state["optimizer"], names, parameters, optimizer, fresh)
+    if (groups := groups_of(state, names)) is not None:
+        known = set(listed.values())
+        members = [{names[index] for index in from_ranges(group["params"])} & known for group in groups]
+        state["optimizer"] = _settings(groups, members, parameters, optimizer, fresh)
+
+
+def _all_names(state: Mapping[str, Any], listed: Mapping[int, str]) -> list[str]:
+    """Return the names of all parameters of an import, also of those without elements, by their numbers in the job."""
+    empty = iter((state["model"] or {}).get("empty", ()))
+    return [listed[index] if index in listed else next(empty, "") for index in range(len(state["update_counts"]))]
 
 
 def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -83,7 +94,7 @@ def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def _settings(
     stored: Sequence[Mapping[str, Any]],
-    names: Mapping[int, str],
+    members: Sequence[Collection[str]],
     parameters: Sequence[ModelParameter],
     optimizer: StoreOptimizer,
     fresh: Collection[str],
@@ -93,14 +104,12 @@ def _settings(
     Frozen parameters in a group are ignored in this comparison, because DeepSpeed drops them. Return None if no group
     has the same parameters.
     """
-    found = {
-        frozenset(names[index] for index in _indexes(group["params"]) if index in names): group for group in stored
-    }
+    found = {frozenset(names): group for names, group in zip(members, stored, strict=True)}
     trained = frozenset().union(*found) - set(fresh)
     settings = optimizer.settings()
     matched = 0
     for group in settings:
-        own = trained & {parameters[index].fqn for index in _indexes(group["params"])}
+        own = trained & {parameters[index].fqn for index in from_ranges(group["params"])}
         before = found.get(own)
         if own and before is not None:
             matched += 1
@@ -114,8 +123,3 @@ def _settings(
             *(len(found) - matched, len(found)),
         )
     return settings if matched else None
-
-
-def _indexes(ranges: Iterable[Sequence[int]]) -> Iterable[int]:
-    for first, last in ranges:
-        yield from range(first, last + 1)

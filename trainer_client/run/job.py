@@ -38,7 +38,7 @@ from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.rolled_back import RollBacks
-from trainer_client.run.stored_state import counts_of, decode_stored
+from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
 
@@ -227,7 +227,9 @@ class Job:
         if start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
             resumed_state = decode_stored(encoded)
-            resumed_state["update_counts"] = counts_of(resumed_state, [p.fqn for p in self._parameters])
+            names = [p.fqn for p in self._parameters]
+            resumed_state["update_counts"] = counts_of(resumed_state, names)
+            resumed_state["optimizer"] = groups_of(resumed_state, names)
             self._register()
             self._roll_back(start.step)
             for state in self.states:

@@ -41,7 +41,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state, rolled_back
 from trainer_client.run.imported import adapt, is_imported
-from trainer_client.run.stored_state import counts_of, decode_stored
+from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
@@ -228,12 +228,12 @@ def carried_state(
         return state
     if own is None:
         state["random"] = client_state.derived_random_states(state["random"], rank)
-    counts = counts_of(state, [parameter.fqn for parameter in parameters])
+    names = [parameter.fqn for parameter in parameters]
+    counts = counts_of(state, names)
     state["update_counts"] = [
         0 if parameter.fqn in start.fresh else count for parameter, count in zip(parameters, counts, strict=True)
     ]
-    if not start.keeps_groups:
-        state["optimizer"] = None
+    state["optimizer"] = groups_of(state, names) if start.keeps_groups else None
     return state
 
 

@@ -19,7 +19,7 @@ from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
 from trainer_client.run.schedule_state import rates_of, restore_schedule
-from trainer_client.run.stored_state import sort_counts
+from trainer_client.run.stored_state import sort_counts, sort_groups
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
@@ -85,6 +85,9 @@ class RunState:
         self._made_with = made_with
         # The text is made once, because every commit carries it.
         self._made_with_text = None if made_with is None else made_with.encode()
+        # The parameters of the groups in the last commit, by their indexes and by their names. They rarely change.
+        self._members: list[Any] = []
+        self._sorted_members: list[Any] | None = None
 
     def encode(self, progress: Progress, user: Mapping[str, Any]) -> bytes:
         """Return the encoded state for a commit; `user` has the user's part.
@@ -93,6 +96,9 @@ class RunState:
             ClientStateError: a value cannot be stored.
         """
         sizes = self._micro_batches.sizes
+        groups = self._optimizer.settings()
+        if (members := [group["params"] for group in groups]) != self._members:
+            self._members, self._sorted_members = members, sort_groups(groups, self._names)
         return client_state.encode(
             {
                 "counters": {
@@ -108,7 +114,8 @@ class RunState:
                 "update_counts": self._step.update_counts,
                 "sorted_counts": sort_counts(self._step.update_counts, self._names),
                 "scaler": self._scaler.state_dict(),
-                "optimizer": self._optimizer.settings(),
+                "optimizer": groups,
+                "sorted_groups": self._sorted_members,
                 "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
                 "lr_scheduler_class": None if self._lr_scheduler is None else type(self._lr_scheduler).__name__,
                 "random": client_state.random_states(self._device),

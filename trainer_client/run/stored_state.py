@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_client.errors import ClientStateError
+from trainer_client.model.parameters import from_ranges, to_ranges
 from trainer_client.run import client_state
 
 # The entries that earlier versions did not commit, with the value that stands for "was not recorded".
 _ENTRIES = (
     *("model", "buffers", "made_at", "made_with", "imported", "rolled_back", "sorted_counts"),
-    "lr_scheduler_class",
+    *("lr_scheduler_class", "sorted_groups"),
 )
 
 
@@ -66,3 +67,46 @@ def counts_of(state: Mapping[str, Any], names: Sequence[str]) -> list[int]:
         return list(state["update_counts"])
     by_name = dict(zip(sorted(names), state["sorted_counts"], strict=True))
     return [by_name[name] for name in names]
+
+
+def sort_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[list[int]]] | None:
+    """Return the parameters of each group by their places in the alphabetical order of all names, as ranges.
+
+    A later run of the same model may have its parameters in another order, and finds its own groups by this list.
+    None is returned where no order matters, because one group has all parameters.
+
+    Args:
+        groups: the settings of the groups, whose "params" are ranges of indexes in the model.
+        names: the names of the parameters, in the model's order.
+    """
+    members = [from_ranges(group["params"]) for group in groups]
+    if len(members) == 1 and len(members[0]) == len(names):
+        return None
+    place_of = {index: place for place, index in enumerate(_by_name(names))}
+    return [to_ranges(sorted(place_of[index] for index in indexes)) for indexes in members]
+
+
+def groups_of(state: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return the settings of the parameter groups that a commit has, with indexes in the order of `names`.
+
+    None is returned if the commit has no groups.
+
+    Args:
+        state: the state, as `decode_stored` returned it.
+        names: as for `counts_of`.
+    """
+    groups: list[dict[str, Any]] | None = state["optimizer"]
+    found = state["sorted_groups"]
+    # Where the order is the same, the parameters of a group stay in the order that the group had.
+    if groups is None or found is None or found == sort_groups(groups, names):
+        return groups
+    by_name = _by_name(names)
+    return [
+        group | {"params": to_ranges(sorted(by_name[place] for place in from_ranges(places)))}
+        for group, places in zip(groups, found, strict=True)
+    ]
+
+
+def _by_name(names: Sequence[str]) -> list[int]:
+    """Return the indexes of names in their alphabetical order."""
+    return sorted(range(len(names)), key=names.__getitem__)
