@@ -30,19 +30,32 @@ class _Traced:
     """The steps of one job, oldest first: the id of each one's trace, the time at which it began, and its span.
 
     The id is "" and the span None for steps without a trace. Times are those of time.monotonic().
+
+    Attributes:
+        run_id: the run that has made the newest step.
+        sessions: the ids of the sessions that have made a call of the newest step.
     """
 
     steps: deque[tuple[str, float, Parent | None]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    run_id: str = ""
+    sessions: set[str] = field(default_factory=set)
 
-    def has_begun(self, trace_id: str) -> bool:
-        """Return whether the newest step has this trace, or an earlier step has it and the newest one another.
+    def is_of_new_step(self, run_id: str, session_id: str, trace_id: str) -> bool:
+        """Return whether a session's call is the first one of a step.
 
-        A rank that is behind the others still makes calls of an earlier step, which must not begin that step anew. A
-        call without a trace may always be one of a new step.
+        A rank that is behind the others still makes calls of an earlier step, which must not begin that step anew. If
+        such a call has no trace, it differs from one of a new step in this: its session has made no call of the newest
+        step yet.
         """
-        newest = self.steps[-1][0] if self.steps else None
-        is_earlier = bool(trace_id and newest) and any(trace_id == known for known, _, _ in self.steps)
-        return trace_id == newest or is_earlier
+        if run_id != self.run_id:
+            self.run_id = run_id
+            return True
+        if trace_id == self.steps[-1][0]:
+            self.sessions.add(session_id)
+            return False
+        if trace_id:
+            return all(trace_id != known for known, _, _ in self.steps)
+        return session_id in self.sessions
 
     def at(self, began: float) -> Parent | None:
         """Return the span of the step that was under way at a time; None if it is not known, or had no trace."""
@@ -74,9 +87,10 @@ class Telemetry:
                     self._jobs.popitem(last=False)
             # The ranks of a step share its trace, so the spans are put below the rank whose call came first.
             trace_id = _trace_id(header)
-            if not traced.has_begun(trace_id):
+            if traced.is_of_new_step(session.run.run_id, session.session_id, trace_id):
                 parent = self._sender.parent_of(header) if header else None
                 traced.steps.append((trace_id, now, parent))
+                traced.sessions = {session.session_id}
                 self._jobs.move_to_end(name)
 
     def note_span(self, span: Span) -> None:

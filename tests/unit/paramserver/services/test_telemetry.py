@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +11,9 @@ import pytest
 
 from paramserver.contract.bearer import TRACEPARENT
 from paramserver.services.telemetry import Telemetry
+from paramserver.sessions.session import Session
 from storage.tracing import Activity, Span
-from tests.unit.paramserver.sessions.builders import begin, serving
+from tests.unit.paramserver.sessions.builders import begin, connect, join, serving
 from tests.unit.storage.builders import Layout
 
 for package in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.common"):
@@ -63,3 +64,41 @@ async def test_late_calls_of_a_rank_that_is_behind_begin_no_step_anew(tmp_path: 
 
     found = {str(span.attributes["paramserver.subject"]): int(span.parent_id, 16) for span in collector.spans}
     assert found == {"in 1/step": 1, "in 2/step": 2, "in 3/step": 3, "in 3, later/step": 3, "after a call of 2/step": 3}
+
+
+async def test_a_rank_that_is_behind_in_a_step_without_a_trace_does_not_end_a_traced_one(tmp_path: Path) -> None:
+    """With `every_steps`, one rank is in the traced step 2 while the other one still ends step 1."""
+    with collecting() as collector:
+        sender = SpanSender(collector.endpoint, {"service.name": "store"})
+        telemetry = Telemetry(sender)
+        async with serving(tmp_path) as (_, sessions):
+            ahead, behind = connect(sessions), connect(sessions)
+            spec = replace(Layout().job(), world_size=2, local_ranks=2)
+            for rank, session in enumerate((ahead, behind)):
+                await join(sessions, session, spec, rank=rank)
+            began: dict[str, float] = {}
+
+            def call(session: Session, step: int | None, name: str) -> None:
+                telemetry.note_call(session, cast(Any, Call(step)))
+                began[name] = time.monotonic()
+
+            call(ahead, 2, "one rank is in 2")
+            call(behind, None, "the other one still ends 1")
+            call(behind, 2, "both are in 2")
+            call(ahead, None, "one rank is in 3")
+            call(behind, 2, "the other one still ends 2")
+            call(behind, None, "both are in 3")
+            # Another run takes no trace.
+            for session in (ahead, behind):
+                sessions.end(session, "closed", is_closed=True)
+            await join(sessions, other := connect(sessions), Layout().job(), run_id="another")
+            call(other, None, "another run")
+            for name, at in began.items():
+                label = f"{Layout().name}\nlayout/{name}/step"
+                span = Span(activity=Activity.UPDATE, label=label, began_seconds=at, ended_seconds=at, nbytes=0)
+                telemetry.note_span(span)
+        sender.close()
+
+    found = {str(span.attributes["paramserver.subject"]): int(span.parent_id, 16) for span in collector.spans}
+    in_two = ("one rank is in 2", "the other one still ends 1", "both are in 2")
+    assert found == {f"{name}/step": 2 for name in in_two}
