@@ -11,7 +11,11 @@ log = logging.getLogger(__name__)
 # Each argument's only value that is honoured, and the reason.
 _HONOURED = {
     "amsgrad": (False, "the store has no kernel with AMSGrad"),
-    "bias_correction": (True, "the store's kernels are torch's, which always correct the bias"),
+    "bias_correction": (
+        True,
+        "this class is torch's Adam, which always corrects the bias; the config's optimizer.params.bias_correction is "
+        "honoured, without an optimizer that is passed to initialize()",
+    ),
 }
 
 
