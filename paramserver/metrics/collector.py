@@ -28,6 +28,9 @@ class _Readings:
     all_jobs: int
 
 
+_NOTHING = _Readings(tiers=admin_pb.GetTiersResponse(), sessions=(), lost_sessions=0, jobs=(), all_jobs=0)
+
+
 class StoreCollector(Collector):
     """The metrics of one store, read anew for each scrape."""
 
@@ -47,16 +50,22 @@ class StoreCollector(Collector):
         self._most_jobs = most_jobs
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry must not take readings when the collector is registered."""
-        return ()
+        """Yield all metrics, without a reading, because no reading can be taken when the collector is registered.
+
+        The registry takes their names from these. It asks a collector without names for nothing if a scrape names the
+        metrics that it wants.
+        """
+        return self._families(_NOTHING)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics of one reading. Do not call this on the event loop's thread.
+        """Return all metrics of one reading. Do not call this on the event loop's thread.
 
         Raises:
             TimeoutError: the event loop did not answer in time.
         """
-        readings = run_on_loop(self._read(), self._loop)
+        return self._families(run_on_loop(self._read(), self._loop))
+
+    def _families(self, readings: _Readings) -> Iterable[Metric]:
         build = InfoMetricFamily(f"{families.PREFIX}build", "The daemon's version.")
         build.add_metric((), {"version": self._version})
         yield build

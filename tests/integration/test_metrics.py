@@ -81,6 +81,7 @@ def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
             refusals = ("paramserver_rpc_seconds_count", "NOT_FOUND", "ListShards")
             wait_until(lambda: scrape(address).get(refusals) == 1)
             found = scrape(address)
+            some = read(address, path="/metrics?name[]=paramserver_jobs&name[]=paramserver_tier_damaged_blocks_total")
             with admin_of(daemon.address) as admin:
                 shown = admin.GetTiers(admin_pb.GetTiersRequest())
                 jobs = {job.name: job for job in admin.ListJobs(admin_pb.ListJobsRequest()).jobs}
@@ -95,6 +96,9 @@ def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
     assert found["paramserver_device_used_bytes", str(tmp_path / "state" / "data.0")] == shown.tiers[1].used_bytes
     assert found["paramserver_sessions",] == 1
     assert found["paramserver_jobs",] == 2
+    # A scrape may name the metrics that it wants.
+    samples = [line for line in some.splitlines() if not line.startswith("#")]
+    assert samples == ['paramserver_tier_damaged_blocks_total{tier="nvme"} 0.0', "paramserver_jobs 2.0"]
     assert found["paramserver_job_committed_step", 'a "job"\\'] == 3 == jobs['a "job"\\'].committed_step
     assert ("paramserver_job_sessions", "idle") not in found, "one job has metrics of its own: the one in use"
     assert found["paramserver_rpc_seconds_count", "OK", "CommitStep"] >= 3
