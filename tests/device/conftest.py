@@ -1,8 +1,9 @@
 """Each file of this directory runs in a process of its own, in which the simulated device is torch's accelerator.
 
 A process cannot get rid of the device again, and everything in it would use the device. So the outer run of pytest has
-one test for each file, which runs pytest on that file in another process. With PARAMSERVER_ON_DEVICE=1 there is no
-outer run, so that one test can be chosen.
+one test for each file, which runs pytest on that file in another process. That is forked from one that has imported
+all (tests/integration/support/forked.py). With PARAMSERVER_ON_DEVICE=1 there is no outer run, so that one test can be
+chosen.
 
 Without a C++ compiler the tests are skipped; with PARAMSERVER_REQUIRE_DEVICE=1 they fail then.
 """
@@ -10,18 +11,17 @@ Without a C++ compiler the tests are skipped; with PARAMSERVER_REQUIRE_DEVICE=1 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.device import lag, native_build
+from tests.integration.support.forked import Forked
 
 ON_DEVICE = "PARAMSERVER_ON_DEVICE"
 REQUIRED = "PARAMSERVER_REQUIRE_DEVICE"
-ROOT = Path(__file__).parents[2]
 # A file's tests together, and the compilation.
 FILE_SECONDS = 1200
 
@@ -45,20 +45,23 @@ class RunOfFile(pytest.Item):
             if os.environ.get(REQUIRED):
                 pytest.fail(f"{error} ({REQUIRED} is set)", pytrace=False)
             pytest.skip(str(error))
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(self.path)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            # torch allows one kind of accelerator in a process.
-            env=own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            pytest.fail(f"exit code {done.returncode}\n{done.stdout}", pytrace=False)
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "log"
+            run = Forked(
+                "tests.device.run_file",
+                [str(self.path)],
+                # torch allows one kind of accelerator in a process. Some tests compare its bits with those of the CPU,
+                # which in a forked process are the same only if both compute with one thread.
+                environment=own | {ON_DEVICE: "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                log=log,
+            )
+            try:
+                code = run.wait()
+            finally:
+                run.kill()
+            if code != 0:
+                pytest.fail(f"exit code {code}\n{log.read_text()}", pytrace=False)
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, f"{self.path.name}, on the device"

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.device import lag
+from tests.integration.support.forked import Forked
 
 DEVICE = torch.device("lag", 0)
-TOUCH = """
-import ctypes
-import torch
-from tests.device import lag
-lag.load()
-tensor = torch.ones(4, device="lag")
-print(tensor.sum().item(), flush=True)
-ctypes.string_at(tensor.data_ptr(), 4)
-print("the host has read the device's memory")
-"""
 
 
-def test_the_host_dies_when_it_touches_memory_of_the_device() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TOUCH], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.returncode) == ("4.0\n", -signal.SIGSEGV), done.stderr
+def test_the_host_dies_when_it_touches_memory_of_the_device(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = Forked("tests.device.touching", [], environment=os.environ, log=log).wait()
+    assert (log.read_text(), code) == ("4.0\n", -signal.SIGSEGV)
 
 
 def test_a_freed_block_is_reused_at_once_by_its_stream_and_by_no_other() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.device import native_build
-
-ROOT = Path(__file__).parents[2]
+from tests.integration.support.forked import Forked
 
 
 def test_the_library_is_kept_under_a_key_of_torch_and_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,19 +36,13 @@ def test_without_a_compiler_the_tests_are_skipped_or_fail_if_they_are_required(
     tmp_path: Path, required: str, code: int, says: str
 ) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PARAMSERVER_"))}
-    program = (
-        "import sys, pathlib, pytest; from tests.device import native_build; "
-        f"native_build.KEPT = pathlib.Path({str(tmp_path)!r}); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/device/test_random.py']))"
+    log = tmp_path / "log"
+    run = Forked(
+        "tests.device.without_library",
+        [str(tmp_path), "-q", str(Path(__file__).with_name("test_random.py"))],
+        environment=variables | {"PATH": "", "PARAMSERVER_REQUIRE_DEVICE": required},
+        log=log,
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=variables | {"PATH": "", "PARAMSERVER_REQUIRE_DEVICE": required},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert says in done.stdout
-    assert "no `g++` on the PATH" in done.stdout
+    assert run.wait() == code, log.read_text()
+    assert says in log.read_text()
+    assert "no `g++` on the PATH" in log.read_text()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ class Forked:
     """A forked process that runs the `main` of a module, with the methods of subprocess.Popen that tests use.
 
     `main` finds `arguments` in sys.argv. Its output goes to `log`, as its standard error does unless `errors` is given.
-    Its standard input is empty.
+    Its standard input is empty. A process that it has forked in its turn comes from the same server.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ def _run(module: str, arguments: list[str], environment: Mapping[str, str], log:
     if errors is not None:
         with errors.open("w") as output:
             os.dup2(output.fileno(), sys.stderr.fileno())
+    # Without this, multiprocessing would start another server for the processes that this one wants to have forked,
+    # although it knows the address of the server that forked this one.
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
