@@ -171,9 +171,8 @@ def test_what_is_kept_changes_no_bit_at_any_budget_and_lag(trainer: Trainer, nam
 @pytest.mark.parametrize("schedule", SEEDS)
 def test_copies_that_give_way_all_the_time_change_no_bit_at_other_lags(trainer: Trainer, schedule: str) -> None:
     name = "frozen base"
-    without, _ = trainer.train(RUNS[name], 0)
     late, counted = trainer.train(RUNS[name], PART[name], schedule)
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(RUNS[name]))
     assert counted.demotions > 0
 
 
@@ -231,7 +230,6 @@ def no_room_for_two_blocks() -> Iterator[list[int]]:
 
 def test_a_budget_shrinks_without_room_for_the_old_and_the_new_memory(trainer: Trainer) -> None:
     run = Run(model="adapters", steps=4)
-    without, _ = trainer.train(run, 0)
     hits: list[int] = []
 
     def resize(engine: Engine, steps: int) -> None:
@@ -244,13 +242,12 @@ def test_a_budget_shrinks_without_room_for_the_old_and_the_new_memory(trainer: T
     with no_room_for_two_blocks() as refused:
         late, _ = trainer.train(run, WHOLE, "random", lambda: between_steps(resize))
     assert refused == [8 << 10]
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(run))
     assert hits[3] > hits[2], "the smaller memory is used again"
 
 
 def test_the_budget_shrinks_and_grows_between_steps(trainer: Trainer) -> None:
     run = Run(model="adapters", steps=5)
-    without, _ = trainer.train(run, 0)
     budgets: list[int] = []
     reserved: list[int] = []
 
@@ -267,7 +264,7 @@ def test_the_budget_shrinks_and_grows_between_steps(trainer: Trainer) -> None:
         reserved.append(lag.memory_counters().allocated_bytes)
 
     late, _ = trainer.train(run, WHOLE, "random", lambda: between_steps(resize))
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(run))
     whole, *_ = budgets
     assert budgets == [whole, 8 << 10, 0, whole, whole]
     # Memory that the store may not use any more is torch's again.
@@ -277,7 +274,6 @@ def test_the_budget_shrinks_and_grows_between_steps(trainer: Trainer) -> None:
 
 def test_states_that_leave_the_device_take_the_copies_with_them(trainer: Trainer) -> None:
     run = Run(model="adapters", steps=3)
-    without, _ = trainer.train(run, 0)
     budgets: list[int] = []
 
     def leave_and_return(engine: Engine, steps: int) -> None:
@@ -288,7 +284,7 @@ def test_states_that_leave_the_device_take_the_copies_with_them(trainer: Trainer
             budgets.append(trainer.tier().budget_bytes)
 
     late, counted = trainer.train(run, WHOLE, "random", lambda: between_steps(leave_and_return))
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(run))
     assert budgets[0] == 0
     assert budgets[1] > 0
     assert counted.hits > 0
@@ -296,7 +292,6 @@ def test_states_that_leave_the_device_take_the_copies_with_them(trainer: Trainer
 
 def test_a_failed_move_of_states_gives_the_copies_their_memory_back(trainer: Trainer) -> None:
     run = Run(model="adapters", steps=3)
-    without, _ = trainer.train(run, 0)
     budgets: list[int] = []
 
     def fail_to_leave(engine: Engine, steps: int) -> None:
@@ -310,7 +305,7 @@ def test_a_failed_move_of_states_gives_the_copies_their_memory_back(trainer: Tra
             budgets.append(trainer.tier().budget_bytes)
 
     late, _ = trainer.train(run, WHOLE, "random", lambda: between_steps(fail_to_leave))
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(run))
     assert budgets == [budgets[0]] * 4
     assert budgets[0] > 0
 
@@ -333,7 +328,6 @@ def test_a_run_outlives_its_daemon_with_copies_on_the_device(tmp_path: Path) -> 
 
     own = Trainer(daemons[0].address)
     try:
-        without, _ = own.train(run, 0)
         with mock.patch.object(Engine, "backward", kill_and_start):
             late = train(own.run(run, WHOLE), "random")
         assert lag.races() == []
@@ -342,7 +336,7 @@ def test_a_run_outlives_its_daemon_with_copies_on_the_device(tmp_path: Path) -> 
     finally:
         for daemon in daemons:
             daemon.kill()
-    assert_bit_equal(late, without)
+    assert_bit_equal(late, train_plain(run))
 
 
 @pytest.mark.parametrize("name", ["frozen base", "gpt2, accumulation"])
