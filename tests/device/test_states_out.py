@@ -47,6 +47,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         assert "Traceback" not in daemon.log, daemon.log
 
 
+@pytest.fixture(scope="module")
+def right(runs: Runs) -> Result:
+    """The result of a run without lag. It has the bits of all places, because on one rank the place changes none."""
+    result = train(runs("zero-2"), "nothing late")
+    assert lag.races() == []
+    return result
+
+
 def committed(run: Run) -> Result:
     """Return the states of the newest commit of a run's job, by a resume that has nothing to train."""
     result = train(run, "nothing late")
@@ -81,8 +89,7 @@ def assert_commit_is_under_way(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "place", ["ddp", "zero-1", "zero-2", "zero-3", "zero-3 + fractions", "zero-3 + parameters nvme"]
 )
-def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs: Runs) -> None:
-    right = train(runs(place), "nothing late")
+def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs: Runs, right: Result) -> None:
     run = runs(place)
     late = train(run, LATE, lambda: after_each_step(assert_commit_is_under_way))
     assert lag.races() == []
@@ -99,10 +106,9 @@ def test_a_first_micro_batch_asks_for_gradients_after_the_vote_for_the_last_step
 
 @pytest.mark.parametrize("place", ["ddp", "zero-2"])
 def test_parameters_that_the_script_changes_meanwhile_are_committed_as_the_step_left_them(
-    place: str, runs: Runs
+    place: str, runs: Runs, right: Result
 ) -> None:
     """Some scripts put averaged weights in place of the trained ones for an evaluation, for example."""
-    right = train(runs(place), "nothing late")
 
     @torch.no_grad()
     def change_for_a_while(engine: Engine) -> None:
@@ -120,8 +126,7 @@ def test_parameters_that_the_script_changes_meanwhile_are_committed_as_the_step_
     assert_same_states(committed(run), right)
 
 
-def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_returns(runs: Runs) -> None:
-    right = train(runs("zero-2"), "nothing late")
+def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_returns(runs: Runs, right: Result) -> None:
 
     def fail(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("there is no memory on this device")
@@ -133,7 +138,7 @@ def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_retu
 
 
 @pytest.mark.parametrize("place", ["zero-2", "zero-3 + fractions"])
-def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, tmp_path: Path) -> None:
+def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, right: Result, tmp_path: Path) -> None:
     daemons = [Daemon(tmp_path / "state", matrix.DAEMON)]
     restarts: list[int] = []
 
@@ -145,9 +150,7 @@ def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, 
         restarts[:] = [len(engine.daemon_restarts)]
 
     try:
-        make = run_of_step_commits(daemons[0].address)
-        right = train(make(place), "nothing late", guarded=False)
-        run = make(place)
+        run = run_of_step_commits(daemons[0].address)(place)
         assert_bit_equal(train(run, LATE, lambda: after_each_step(restart), guarded=False), right)
         assert restarts == [1]
         assert_same_states(committed(run), right)
