@@ -133,20 +133,17 @@ def test_sums_that_leave_the_device_between_micro_batches_have_the_same_bits(con
     assert_bit_equal(leave, stay)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_gradients_that_do_not_fit_into_the_host_budget_have_the_same_bits(
-    share: float, configs: Configs, tmp_path: Path
-) -> None:
+def test_gradients_that_do_not_fit_into_the_host_budget_have_the_same_bits(configs: Configs, tmp_path: Path) -> None:
     """Without a share of the device, the sums leave it, and are parked, between micro-batches."""
     run = Run(layers=12, steps=2, accumulation=2, clipping=0.5)
     plenty = train(replace(run, config=configs("nvme")), "nothing late")
-    with (
-        Daemon(tmp_path / "state", {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}) as daemon,
-        mock.patch.object(gradients, "_SHARE_FOR_SUMS", share),
-    ):
-        small = train(replace(run, config=config_of(daemon.address, "spilled", "nvme")), "all late")
-        assert lag.races() == []
-    assert_bit_equal(small, plenty)
+    with Daemon(tmp_path / "state", {"host_budget": 3584 << 10, "nvme_budget": "1GiB"}) as daemon:
+        for share in (0.0, 0.5):
+            with mock.patch.object(gradients, "_SHARE_FOR_SUMS", share):
+                config = config_of(daemon.address, f"spilled with {share}", "nvme")
+                small = train(replace(run, config=config), "all late")
+            assert lag.races() == []
+            assert_bit_equal(small, plenty)
 
 
 @pytest.mark.parametrize(
@@ -288,16 +285,29 @@ def test_accumulated_gradients_leave_the_device_once_in_a_step(configs: Configs)
     assert copied(4) < 1.01 * once
 
 
+def checkpointed(configs: Configs, checkpointing: Any) -> Run:
+    return Run(steps=2, layers=6, dropout=0.1, accumulation=2, checkpointing=checkpointing, config=configs())
+
+
+@pytest.fixture(scope="module")
+def kept(configs: Configs) -> dict[str, Result]:
+    """The results of runs whose boundaries stay on the device."""
+    results = {}
+    for how in ("reentrant", "non-reentrant"):
+        results[how] = train(checkpointed(configs, how), "nothing late")
+        assert lag.races() == []
+    return results
+
+
 @pytest.mark.parametrize(
     ("schedule", "checkpointing", "recompute"),
     [("all late", "reentrant", False), ("random", "non-reentrant", False), ("all late", "non-reentrant", True)],
 )
 def test_boundaries_of_checkpoints_in_the_store_have_the_same_bits(
-    configs: Configs, schedule: str, checkpointing: Any, recompute: bool
+    configs: Configs, kept: dict[str, Result], schedule: str, checkpointing: str, recompute: bool
 ) -> None:
-    run = Run(steps=2, layers=6, dropout=0.1, accumulation=2, checkpointing=checkpointing, config=configs())
     section = {"activations": {"offload": True, "smallest": 1024, "recompute": recompute}}
-    moved = replace(run, config=configs(paramserver=section))
+    moved = replace(checkpointed(configs, checkpointing), config=configs(paramserver=section))
     parked: list[int] = []
     park = ActivationLeases.park
 
@@ -309,7 +319,7 @@ def test_boundaries_of_checkpoints_in_the_store_have_the_same_bits(
         found = train(moved, schedule)
     # In each forward all boundaries leave but for the newest one or two. With `recompute`, half of them are not kept.
     assert 2 * 2 * (3 - 2) <= len(parked) <= 2 * 2 * 3 if recompute else len(parked) >= 2 * 2 * (6 - 2)
-    assert_bit_equal(found, train(run, "nothing late"))
+    assert_bit_equal(found, kept[checkpointing])
 
 
 class Tower(nn.Module):
