@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SOURCE = Path(__file__).with_name("shim.c")
 
@@ -21,18 +22,26 @@ class NoCompilerError(Exception):
 
 
 def build(directory: Path) -> Path:
-    """Compile the shim into `directory`, and return its path.
+    """Put the shim into `directory`, and return its path. It is compiled once for this process.
 
     Raises:
         NoCompilerError: this machine has no C compiler.
     """
+    library = directory / "shim.so"
+    library.write_bytes(_compiled())
+    return library
+
+
+@cache
+def _compiled() -> bytes:
     compiler = shutil.which("cc")
     if compiler is None:
         raise NoCompilerError("there is no `cc` on the PATH; install a C compiler to run the fault campaign")
-    library = directory / "shim.so"
-    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"]
-    subprocess.run(command, check=True)
-    return library
+    with TemporaryDirectory() as directory:
+        library = Path(directory) / "shim.so"
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"]
+        subprocess.run(command, check=True)
+        return library.read_bytes()
 
 
 def environment(library: Path) -> dict[str, str]:
