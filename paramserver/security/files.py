@@ -8,6 +8,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from paramserver.contract.directories import sync_directory
+
 # A file's inode, size and time of the last change; a new file or new contents change at least one of them.
 Fingerprint = tuple[int, int, int]
 
@@ -38,7 +40,7 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    _sync_name(path.parent)
 
 
 def target_of(path: Path) -> Path:
@@ -53,13 +55,9 @@ def target_of(path: Path) -> Path:
     return path.resolve()
 
 
-def _sync_directory(directory: Path) -> None:
+def _sync_name(directory: Path) -> None:
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_directory(directory)
     except OSError as error:
         text = "the new contents are there, but a loss of power may bring the old ones back, because the directory "
         text += f"cannot be synced ({error.strerror}); run `sync`"

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 
+from paramserver.contract.directories import sync_directory
 from trainer_client.errors import BackupError, ConfigError
 
 _LOCK = ".lock"
@@ -111,7 +112,7 @@ class _LocalFiles(BackupFiles):
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
         return (self._root / name).open("rb")
@@ -189,11 +190,3 @@ def open_files(place: str) -> BackupFiles:
     if "://" in place and not place.startswith("file://"):
         return _RemoteFiles(place)
     return _LocalFiles(place, Path(place.removeprefix("file://")).absolute())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

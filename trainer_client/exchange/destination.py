@@ -24,6 +24,7 @@ from typing import IO, Any, Self, cast
 
 from fsspec.core import url_to_fs
 
+from paramserver.contract.directories import sync_directory
 from trainer_client.errors import ConfigError, ExportError
 
 # The file with the checksum of each other file, in the format of the command sha256sum. It is written last.
@@ -182,7 +183,7 @@ class _LocalDirectory(Destination):
             os.fsync(file.fileno())
 
     def _complete(self) -> None:
-        _sync_directory(self._partial)
+        sync_directory(self._partial)
         if not os.path.lexists(self._path):
             self._partial.rename(self._path)
         else:
@@ -196,7 +197,7 @@ class _LocalDirectory(Destination):
                 former.rename(self._path)
                 raise
             shutil.rmtree(former, ignore_errors=True)
-        _sync_directory(self._path.parent)
+        sync_directory(self._path.parent)
 
     def _remove(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -291,11 +292,3 @@ def _reason(error: OSError) -> str:
     """Return the reason of an error of the file system, with the path where it has one."""
     reason = error.strerror or str(error)
     return f"{reason} ({error.filename})" if error.filename else reason
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

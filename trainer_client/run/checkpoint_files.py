@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from paramserver.contract.directories import make_directory, sync_directory
 from trainer_client.errors import CheckpointError, ClientStateError
 from trainer_client.run import client_state
 from trainer_client.run.stored_state import decode_stored
@@ -258,8 +259,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def write(path: Path, text: str) -> None:
     """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError."""
-    made = [directory for directory in path.parents if not directory.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("w") as file:
@@ -267,19 +267,9 @@ def write(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        # A new directory is on the disk when the directory above it is.
-        for directory in (path.parent, *(new.parent for new in made)):
-            _sync(directory)
+        sync_directory(path.parent)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def root_of(directory: Path, tag: str) -> Path:

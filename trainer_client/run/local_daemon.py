@@ -23,6 +23,7 @@ from weakref import WeakSet
 import grpc
 
 from paramserver import v1
+from paramserver.contract.directories import make_directory
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from trainer_client.config.training_config import TrainingConfig
@@ -87,23 +88,6 @@ def local_address(state_dir: Path) -> str:
 def serve_command(options: Sequence[str]) -> list[str]:
     """Return the command that starts a daemon which stops when its standard input ends."""
     return [sys.executable, _PATH_FLAG, str(_PROGRAM), "serve", "--exit-with-stdin", *options]
-
-
-def _make_directory(path: Path) -> None:
-    """Make a directory and its parents, with access for this user only, unless it exists. It can raise OSError.
-
-    The parent of each directory that is made is synced, unless this user may not list it. The daemon does so for the
-    directories that it makes itself. Otherwise a loss of power could remove the directory with all committed steps.
-    """
-    made = [directory for directory in (path, *path.parents) if not directory.exists()]
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for parent in (directory.parent for directory in made):
-        if os.access(parent, os.R_OK):
-            descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 def _wait_for_predecessor(state_dir: Path, address: str) -> None:
@@ -171,7 +155,7 @@ class LocalDaemon:
         self._state_dir = state_dir.absolute()
         self.address = local_address(self._state_dir) if address is None else address
         try:
-            _make_directory(self._state_dir)
+            make_directory(self._state_dir, mode=0o700)
         except OSError as error:
             raise LocalDaemonError(
                 f"state directory {self._state_dir} cannot be made ({error.strerror}): "
