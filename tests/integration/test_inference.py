@@ -127,6 +127,17 @@ def test_logits_and_generated_tokens_are_those_of_the_plain_model(
                     engine.module.state_dict()
 
 
+@pytest.mark.parametrize("host_bytes", [None, 0])
+def test_an_engine_is_moved_and_converted_to_nothing_else(store: Daemon, host_bytes: int | None) -> None:
+    with opened(made(gpt2), config_for(store.address, "converted", host_bytes)) as engine:
+        assert engine.to("cpu") is engine
+        assert engine.to(torch.bfloat16) is engine
+        with pytest.raises(RuntimeError, match=r"stay torch\.bfloat16 on cpu, and cannot become torch\.float32 on cpu"):
+            engine.float()
+        with pytest.raises(RuntimeError, match=r"cannot become torch\.bfloat16 on meta: pass dtype="):
+            engine.to("meta")
+
+
 def test_a_budget_is_kept_while_a_model_is_streamed(store: Daemon) -> None:
     model = made(llama)
     before = tiers(store.address)[0].used_bytes

@@ -25,7 +25,7 @@ from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
 from trainer_client.model.owners import disown, own
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.refusals import copy_gathered
+from trainer_client.model.refusals import copy_gathered, find_conversion
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.gradients import ReductionSchedule
@@ -214,14 +214,13 @@ class InferenceEngine(EngineGetters):
         Raises:
             RuntimeError: `fn` gives tensors another device or dtype than the stored weights have.
         """
-        for tensor in (*self.parameters(), *self.buffers()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=self.device)
-            moved = fn(probe)
-            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-                raise RuntimeError(
-                    f"the weights of an engine for inference stay {probe.dtype} on {probe.device}, and cannot become "
-                    f"{moved.dtype} on {moved.device}: pass dtype= when the engine is made, or remove the call"
-                )
+        tensors = (*self.parameters(), *self.buffers())
+        if (conversion := find_conversion(fn, tensors, self.device)) is not None:
+            before, after = conversion
+            raise RuntimeError(
+                f"the weights of an engine for inference stay {before}, and cannot become {after}: pass dtype= when "
+                "the engine is made, or remove the call"
+            )
         return self
 
     def _require_open(self) -> None:

@@ -115,17 +115,36 @@ def refuse_conversion(module: ModuleT, fn: Callable[[torch.Tensor], torch.Tensor
     Raises:
         RuntimeError: `fn` gives tensors another device or dtype than the config has given them.
     """
-    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
-        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        moved = fn(probe)
-        if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-            raise RuntimeError(
-                f"the engine's tensors cannot be converted from {probe.dtype} on {probe.device} to {moved.dtype} "
-                f"on {moved.device}: the dtype follows from bf16.enabled and fp16.enabled of the config, and the "
-                "device from the rank; remove the call, or convert a copy (copy.deepcopy, at stage 3 within "
-                "engine.gathered())"
-            )
+    tensors = (*module.parameters(recurse), *module.buffers(recurse))
+    if (conversion := find_conversion(fn, tensors)) is not None:
+        before, after = conversion
+        raise RuntimeError(
+            f"the engine's tensors cannot be converted from {before} to {after}: the dtype follows from bf16.enabled "
+            "and fp16.enabled of the config, and the device from the rank; remove the call, or convert a copy "
+            "(copy.deepcopy, at stage 3 within engine.gathered())"
+        )
     return module
+
+
+def find_conversion(
+    fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[torch.Tensor], device: torch.device | None = None
+) -> tuple[str, str] | None:
+    """Return the first conversion that `fn` would make of tensors, without converting one of them.
+
+    Args:
+        fn: converts a tensor, as `to`, `half` or `cuda` of a module make it.
+        device: the device of the values of all tensors, which may be released; None: each tensor is where it says.
+
+    Returns:
+        Two texts for an error, which say what the tensor is and what it would become, such as "torch.float32 on cpu"
+        and "torch.float16 on cpu"; None if `fn` would convert no tensor.
+    """
+    for tensor in tensors:
+        probe = torch.empty(0, dtype=tensor.dtype, device=device or tensor.device)
+        converted = fn(probe)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
+            return f"{probe.dtype} on {probe.device}", f"{converted.dtype} on {converted.device}"
+    return None
 
 
 def has_released(module: nn.Module) -> bool:
