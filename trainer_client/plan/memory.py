@@ -240,10 +240,13 @@ def gradient_rule(
     with several micro-batches, in the last one.
     """
     several = layout.world.size > 1
-    # The only pass of a step reduces at each stage. On the CPU, glibc's heap keeps as much as if it did not: two jobs
-    # of two ranks that differ in their stage, 1 and 2, took 469 and 455 MiB, and 466 and 394 are planned.
-    is_only = micro_batches == 1 and device != "cpu"
-    at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several or is_only
+    # In a step with one backward pass, each unit's gradients are reduced and freed before the pass goes on, with either
+    # ReductionSchedule. On the CPU this saves little memory, because glibc's heap keeps what is freed. So there the
+    # plan counts the whole gradients of all units with BOUNDARY, as at stage 1. Two jobs of two ranks show that this is
+    # right (benchmarks/RESULTS.md): at stage 1 a rank took 469 MiB, of which 466 are planned, and at stage 2, where the
+    # plan takes the gradients for freed, a rank took 455 MiB, of which only 394 are planned.
+    frees_in_only_pass = micro_batches == 1 and device != "cpu"
+    at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several or frees_in_only_pass
     group_of: dict[str, str] = {}
     full: Counter[str] = Counter()
     partition: Counter[str] = Counter()
