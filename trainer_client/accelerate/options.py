@@ -222,21 +222,25 @@ def _take_accumulation(raw: dict[str, Any], given: dict[str, Any], environ: Mapp
     steps = _number(raw.pop(_ACCUMULATION, None))
     if steps in (None, 1):
         return
-    asked: dict[str, int | None]
-    agreeing: tuple[int | None, ...]
     if (plugin := given.get(_PLUGIN)) is not None:
-        # Accelerate takes the number of the plug-in, whatever the others are.
-        asked, agreeing = {"GradientAccumulationPlugin()": plugin.num_steps}, (steps,)
-    else:
-        in_environment = _number(environ.get(_ACCUMULATION_VARIABLE))
-        asked = {"Accelerator()": given.pop(_ACCUMULATION, None), f"${_ACCUMULATION_VARIABLE}": in_environment}
+        # Accelerate takes the plug-in's number, whatever the argument and the variable say.
+        _require_steps(steps, plugin.num_steps, "GradientAccumulationPlugin()")
+        return
+    for place, number in (
+        ("Accelerator()", given.pop(_ACCUMULATION, None)),
+        (f"${_ACCUMULATION_VARIABLE}", _number(environ.get(_ACCUMULATION_VARIABLE))),
+    ):
         # The number 1 may be the default of Accelerate or of its launcher.
-        agreeing = (steps, 1, None)
-        # The number is given as a plug-in, because Accelerate takes the variable before the argument.
-        given[_PLUGIN] = GradientAccumulationPlugin(num_steps=steps)
-    for place, number in asked.items():
-        if number not in agreeing:
-            raise ConfigError(f"{_ACCUMULATION} is {steps} in the config and {number} in {place}: write one of them")
+        if number not in (None, 1):
+            _require_steps(steps, number, place)
+    # The number is given as a plug-in, because Accelerate takes the variable before the argument.
+    given[_PLUGIN] = GradientAccumulationPlugin(num_steps=steps)
+
+
+def _require_steps(configured: int | None, number: int | None, place: str) -> None:
+    """Raise ConfigError if another number of micro-batches is asked for in `place` than in the config."""
+    if number != configured:
+        raise ConfigError(f"{_ACCUMULATION} is {configured} in the config and {number} in {place}: write one of them")
 
 
 def _is_enabled(raw: Mapping[str, Any], name: str) -> bool:
