@@ -36,12 +36,6 @@ energy. That pass is a part of the forward and no backward pass of the engine: i
 that runs it, the parameters of the units that it passes through are external ones. So these units are gathered for it
 and, as autograd may make a graph of it (create_graph), again for the backward of the unit that has run it.
 
-[Note: uses of tiles] A tile of a tied weight has several uses, in modules of their own (model/tile.py). The backward of
-each use ends by itself: the tile is released then, and its gradient is reduced, because between the uses all other
-tiles of the layer are used, and this rank would hold the whole layer or its whole gradient. So records of forwards, and
-places in the order of reductions, belong to a use, which is called a slot here. An early update begins after the last
-use. Units of modules have one use.
-
 [Note: hooks and torch.func] The backward pass of torch.func.grad, vjp or jacrev belongs to the transform, whose tensors
 have no storage. So the hooks do not watch them, and that pass is no backward pass of the engine. A unit whose forward
 runs within a transform stays gathered until the next pass or step of the engine ends, because the transform's backward
@@ -75,6 +69,7 @@ from trainer_client.recorder import Recorder
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.heap import Heap
+from trainer_client.step.open_forwards import OpenForwards
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
@@ -93,7 +88,7 @@ class _Frame:
     """A forward under way.
 
     Attributes:
-        records: how many of UnitHooks._records are older than this forward.
+        begun: the number of forwards that began within the outermost one before this one; see OpenForwards.
         first_node: the number of the first node of autograd's graph that this forward could make.
         may_release: whether the unit may be released after the forward, because the hooks will notice when its backward
             begins, or because it has none.
@@ -102,26 +97,10 @@ class _Frame:
 
     unit: Unit
     module: nn.Module
-    records: int
+    begun: int
     first_node: int
     may_release: bool = True
     has_returned: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    """A forward whose backward is not over.
-
-    Attributes:
-        hook: the hook by which the backward ends, which the graph of the forward keeps; None if no hook can tell.
-    """
-
-    hook: ref[AllGradientsHook] | None = None
-
-    def end(self) -> None:
-        """Remove the hook, because the backward is not to come. Idempotent."""
-        if self.hook is not None and (hook := self.hook()) is not None:
-            hook.remove()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,29 +195,18 @@ class UnitHooks:
         # step, and of those that the user has registered.
         self._owners_in_use: list[set[int]] = [set() for _ in units]
         self._registered_owners: list[set[int]] = [set() for _ in units]
+        self._forwards = OpenForwards(units)
         # The units whose backward has begun and is not over, and those among them whose last gradients autograd is
         # about to accumulate.
         self._in_backward: set[int] = set()
         self._almost_over: set[int] = set()
-        # The slots of each unit, one for each of its uses, and the unit of each slot. The slot of a unit's first use is
-        # the unit's index; see [Note: uses of tiles].
-        self._slots: list[list[int]] = [[unit.index] for unit in units]
         # For each unit that is released after its forward, the modules in whose attributes it may leave results.
         self._modules_of: list[Sequence[nn.Module]] = [
             () if unit.is_root or unit.state is UnitState.RESIDENT else tuple(unit.module.modules()) for unit in units
         ]
-        self._unit_of: list[Unit] = list(units)
-        for unit in units:
-            for _ in unit.uses[1:]:
-                self._slots[unit.index].append(len(self._unit_of))
-                self._unit_of.append(unit)
-        # For each slot, a record of each of its forwards whose backward is not over; and of these the ones that the
-        # outermost forward under way has made, with their slots.
-        self._open: list[set[_Record]] = [set() for _ in self._unit_of]
-        self._records: list[tuple[int, _Record]] = []
         # The state before the last outermost forward; None if that forward cannot be undone any more.
         self._before: _Before | None = None
-        # The slots in the order of their first use since the last backward.
+        # The uses of units since the last backward, each once and in the order in which they came.
         self._used: dict[int, None] = {}
         self._gradient_hooks: list[RemovableHandle] = []
         self._module_hooks: list[RemovableHandle] = []
@@ -255,11 +223,10 @@ class UnitHooks:
         """Register the hooks on the model. Those on its modules stay until `give_up_model`."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
-            for slot, module in zip(self._slots[unit.index], unit.uses, strict=True):
+            for use, module in zip(self._forwards.uses_of(unit), unit.uses, strict=True):
                 inside.update(module.modules())
-                self._hook(
-                    module, unit, partial(self._before_unit, unit, slot), partial(self._after_unit, unit), slot=slot
-                )
+                before, after = partial(self._before_unit, unit, use), partial(self._after_unit, unit)
+                self._hook(module, unit, before, after, use=use)
         for module in self._root.module.modules():
             if module is self._root.module:
                 self._hook(module, self._root, self._before_root, partial(self._after_unit, self._root))
@@ -302,16 +269,18 @@ class UnitHooks:
         self._plan = plan
         self._is_users = False
         self._gradients.begin_backward(reduces=plan.reduces, is_last=plan.is_last)
-        self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._unit_of[i])])
+        self._reduction_order.begin(
+            [use for use in self._used if self._gradients.has_gradients(self._forwards.unit_of(use))]
+        )
         self._residency.pause()
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
         """Reduce what is left and release all units, because autograd is done. All ranks must call this."""
-        for slot in self._reduction_order.finish():
-            self._reduce(slot)
+        for use in self._reduction_order.finish():
+            self._reduce(use)
         self._end_uses(keep=True)
-        self._used = {slot: None for slot in self._used if self._open[slot]}
+        self._used = {use: None for use in self._used if self._forwards.is_open(use)}
         self._gradients.finish_backward(self._plan.step)
         self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
@@ -356,7 +325,7 @@ class UnitHooks:
         state as this one.
         """
         self._running.clear()
-        self._remove_records(0)
+        self._forwards.undo(0)
         before, self._before = self._before, None
         if before is None or self.phase not in (Phase.INFERENCE, Phase.FORWARD):
             return
@@ -412,10 +381,7 @@ class UnitHooks:
         self._phases.enter(Verb.BEGIN_STEP)
         self._lanes.finish_copies_in()
         self._end_uses(keep=False)
-        for records in self._open:
-            for record in records:
-                record.end()
-            records.clear()
+        self._forwards.end_all()
         for owners in self._owners_in_use:
             owners.clear()
         self._used.clear()
@@ -439,13 +405,13 @@ class UnitHooks:
         before: Callable[[Any, Any], Any] | None,
         after: Callable[[_Frame, Any], None] | None,
         *,
-        slot: int = 0,
+        use: int = 0,
     ) -> None:
-        """Have `before` and `after` called around the module's forward, and note it as a use of `unit` in `slot`."""
+        """Have `before` and `after` called around the module's forward, and note it as this `use` of `unit`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
             with outside_of_transforms():
-                self._enter(unit, module, slot)
+                self._enter(unit, module, use)
             return before(args, kwargs) if before is not None else None
 
         def finish(_: nn.Module, __: Any, output: Any) -> None:
@@ -473,7 +439,7 @@ class UnitHooks:
             module.register_forward_hook(hook(leave), always_call=True),
         ]
 
-    def _enter(self, unit: Unit, module: nn.Module, slot: int) -> None:
+    def _enter(self, unit: Unit, module: nn.Module, use: int) -> None:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
@@ -485,8 +451,8 @@ class UnitHooks:
             self._require_backward()
         nested = any(frame.unit is unit for frame in self._running)
         if outermost:
-            self._records.clear()
-        self._running.append(_Frame(unit, module, len(self._records), torch._C._autograd._get_sequence_nr()))
+            self._forwards.begin_outermost()
+        self._running.append(_Frame(unit, module, self._forwards.begun, torch._C._autograd._get_sequence_nr()))
         if outermost and self.phase is not Phase.BACKWARD:
             grad = torch.is_grad_enabled()
             before = self.phase
@@ -500,7 +466,7 @@ class UnitHooks:
                 used=len(self._used),
             )
         if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
-            self._used.setdefault(slot)
+            self._used.setdefault(use)
         if not nested:
             self._hold(unit, Part.FORWARD, self._registered_owners[unit.index])
 
@@ -517,7 +483,7 @@ class UnitHooks:
         frame = self._running.pop()
         unit = frame.unit
         if not frame.has_returned:
-            self._remove_records(frame.records)
+            self._forwards.undo(frame.begun)
             if not self._running and self.phase is not Phase.BACKWARD:
                 self.fail_forward()
                 return
@@ -547,7 +513,7 @@ class UnitHooks:
         self._recorder.compute(None)
         if self._trace is self._inference:
             # Modules within may have run with gradients.
-            self._remove_records(0)
+            self._forwards.undo(0)
             self._inference.end()
         # The leases are checked next, which says something about the copies only when they are done.
         self._lanes.finish_copies_in()
@@ -564,14 +530,14 @@ class UnitHooks:
             return None
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
 
-    def _before_unit(self, unit: Unit, slot: int, args: Any, kwargs: Any) -> None:
+    def _before_unit(self, unit: Unit, use: int, args: Any, kwargs: Any) -> None:
         """Watch the unit's inputs, whose gradients will say when its backward is over."""
         # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
         # exception, because it has run that forward without gradients. A forward that only makes a boundary again has
         # no backward, whose hooks would keep its inputs for good.
-        is_recomputed = self.phase is Phase.BACKWARD and (self._open[slot] or self._is_running_again())
+        is_recomputed = self.phase is Phase.BACKWARD and (self._forwards.is_open(use) or self._is_running_again())
         if torch.is_grad_enabled() and not is_recomputed and not is_transformed():
-            self._watch_inputs(unit, slot, TensorTree.of((args, kwargs)))
+            self._watch_inputs(unit, use, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
         """Watch the unit's results, because their gradients will say when its backward begins.
@@ -636,11 +602,9 @@ class UnitHooks:
                 newest = max(newest or 0, node._sequence_nr())
         return newest
 
-    def _watch_inputs(self, unit: Unit, slot: int, inputs: TensorTree) -> None:
+    def _watch_inputs(self, unit: Unit, use: int, inputs: TensorTree) -> None:
         """Record a forward of the unit, and have its backward end when the gradients of all `inputs` have come."""
-        record = _Record()
-        self._open[slot].add(record)
-        self._records.append((slot, record))
+        forward = self._forwards.begin(use)
         tensors = inputs.requiring_grad()
         if not tensors:
             return  # No input tells when the unit's backward is over, so it lasts until the end of backward.
@@ -651,21 +615,14 @@ class UnitHooks:
         def after_backward() -> bool:
             if self._is_amid_forward:
                 return False
-            self._open[slot].discard(record)
-            if not self._open[slot]:
-                self._after_backward(unit, slot, waits=has_leaves)
+            self._forwards.end(use, forward)
+            if not self._forwards.is_open(use):
+                self._after_backward(unit, use, waits=has_leaves)
             elif unit.tile is not None:
                 self._release_after_backward(unit)
             return True
 
-        record.hook = ref(AllGradientsHook(tensors, after_backward))
-
-    def _remove_records(self, since: int) -> None:
-        """Expect no backward of the forwards recorded after the first `since`, because they have failed."""
-        for slot, record in self._records[since:]:
-            record.end()
-            self._open[slot].discard(record)
-        del self._records[since:]
+        forward.hook = ref(AllGradientsHook(tensors, after_backward))
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         """Begin the unit's backward, because the gradient of one of its results has come."""
@@ -691,11 +648,11 @@ class UnitHooks:
         """Return the units that own the unit's external parameters, as far as is known."""
         return self._owners_in_use[unit.index] | self._registered_owners[unit.index]
 
-    def _after_backward(self, unit: Unit, slot: int, *, waits: bool) -> None:
+    def _after_backward(self, unit: Unit, use: int, *, waits: bool) -> None:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
 
         Args:
-            slot: the use whose backward is over.
+            use: the use whose backward is over.
             waits: whether to wait for parameter gradients that are missing. If they do not come, the unit's backward
                 lasts until the end of backward.
         """
@@ -709,7 +666,7 @@ class UnitHooks:
         if waits and not complete:
             self._almost_over.add(unit.index)
             return
-        over = self._reduction_order.unit_is_over(slot)
+        over = self._reduction_order.unit_is_over(use)
         if complete:
             self._recorder.compute("backward", self._root.fqn)
             # The unit is released before the reduction, because the reduction may begin an early update, and the store
@@ -723,13 +680,13 @@ class UnitHooks:
         self._in_backward.discard(unit.index)
         self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
 
-    def _reduce(self, slot: int) -> None:
+    def _reduce(self, use: int) -> None:
         """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
-        unit = self._unit_of[slot]
+        unit = self._forwards.unit_of(use)
         next_use = self._trace.next_use(unit.index)
-        is_open = any(self._open[other] for other in self._slots[unit.index] if other != slot)
+        comes_again = self._forwards.is_another_open(use)
         for gradient in self._gradients.of_unit(unit):
-            if self._gradients.reduce(gradient, self._plan.step, next_use) and not is_open:
+            if self._gradients.reduce(gradient, self._plan.step, next_use) and not comes_again:
                 self._gradients.hand_over(gradient, partial(self._updates.begin_early, gradient))
         self._lanes.poll()
 
@@ -774,7 +731,7 @@ class UnitHooks:
             )
         self._require_backward()
         gradient.accumulate(slot, self._plan.step, self._plan.gradient_factor)
-        if unit.index not in self._almost_over or self._open[unit.index]:
+        if unit.index not in self._almost_over or self._forwards.is_open(unit.index):
             return
         if self._gradients.unit_is_complete(unit):
             self._almost_over.discard(unit.index)
