@@ -26,15 +26,11 @@ gradient to Gradients, which adds it to the flat gradient of its group. When the
 reduces the group over the ranks, and a group whose gradient is final goes on to Updates, so that the store can begin
 with its update while backward goes on.
 
-[Note: external parameters] When a unit's forward hands torch a released parameter of another unit, that parameter is
-external to the first unit. The other unit, its owner, is gathered at once, and held as long as the first unit's forward
-needs it, and again as long as its backward does. A unit that returns its parameters, or views of them, to its caller is
-held for the caller in the same way. The hooks remember the owners until the step ends.
-
 [Note: gradients in a forward] A model may compute gradients in its forward (torch.autograd.grad), as forces from an
 energy. That pass is a part of the forward and no backward pass of the engine: it ends no unit's backward. To the unit
-that runs it, the parameters of the units that it passes through are external ones. So these units are gathered for it
-and, as autograd may make a graph of it (create_graph), again for the backward of the unit that has run it.
+that runs it, the parameters of the units that it passes through are external ones, which external_parameters.py
+explains. So these units are gathered for it and, as autograd may make a graph of it (create_graph), again for the
+backward of the unit that has run it.
 
 [Note: hooks and torch.func] The backward pass of torch.func.grad, vjp or jacrev belongs to the transform, whose tensors
 have no storage. So the hooks do not watch them, and that pass is no backward pass of the engine. A unit whose forward
@@ -49,7 +45,7 @@ compiled unit is cut in two at the place where the parameter is used, unless it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,12 +56,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
+from trainer_client.errors import PhaseError, ReleasedParameterError, SessionEndedError, StoreError
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.stand_in import only_for
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
+from trainer_client.step.external_parameters import ExternalParameters
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.heap import Heap
@@ -191,10 +188,7 @@ class UnitHooks:
         self._plan = BackwardPlan(step=0, reduces=True)
         self._is_users = False
         self._running: list[_Frame] = []
-        # For each unit, the indices of the units that own its external parameters: of those that it has used in this
-        # step, and of those that the user has registered.
-        self._owners_in_use: list[set[int]] = [set() for _ in units]
-        self._registered_owners: list[set[int]] = [set() for _ in units]
+        self._external = ExternalParameters(units)
         self._forwards = OpenForwards(units)
         # The units whose backward has begun and is not over, and those among them whose last gradients autograd is
         # about to accumulate.
@@ -245,21 +239,7 @@ class UnitHooks:
         Raises:
             ConfigError: the module or the parameter is not part of the model.
         """
-        owner = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
-        if owner is None:
-            tiles = (tile for unit in self._units if unit.tile for group in unit.groups for tile in group.parameters)
-            if (tile := next((tile for tile in tiles if tile.whole.tensor is parameter), None)) is not None:
-                raise ConfigError(
-                    f"parameter {tile.fqn} is never whole, because paramserver.tiling cuts it into tiles, so it cannot "
-                    "be registered as an external parameter: add its name to paramserver.tiling.exclude"
-                )
-            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
-        # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
-        user_unit = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
-        if user_unit is None:
-            raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
-        if user_unit is not owner:
-            self._registered_owners[user_unit.index].add(owner.index)
+        self._external.register(module, parameter)
 
     def begin_backward(self, plan: BackwardPlan) -> None:
         """Take note that a backward pass begins. All ranks must call this; it does not wait for them."""
@@ -382,8 +362,7 @@ class UnitHooks:
         self._lanes.finish_copies_in()
         self._end_uses(keep=False)
         self._forwards.end_all()
-        for owners in self._owners_in_use:
-            owners.clear()
+        self._external.end_step()
         self._used.clear()
 
     def finish_step(self) -> None:
@@ -468,7 +447,7 @@ class UnitHooks:
         if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
             self._used.setdefault(use)
         if not nested:
-            self._hold(unit, Part.FORWARD, self._registered_owners[unit.index])
+            self._hold(unit, Part.FORWARD, self._external.registered(unit))
 
     def _require_parameters(self) -> None:
         """Raise RuntimeError if an outermost forward with gradients would use other memory than what is trained."""
@@ -627,13 +606,13 @@ class UnitHooks:
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         """Begin the unit's backward, because the gradient of one of its results has come."""
         if self._is_amid_forward:
-            self._hold_for_user(self._running[-1].unit, {unit.index, *self._owners_of(unit)})
+            self._hold_for_user(self._running[-1].unit, {unit.index, *self._external.owners_of(unit)})
             return
         self._require_backward()
         if torch.is_grad_enabled():
             # Autograd makes a graph of this pass (create_graph). No hook tells when the backward of that graph needs
             # the unit, so the unit is held for the root in each later pass of the step.
-            self._owners_in_use[self._root.index] |= {unit.index, *self._owners_of(unit)}
+            self._external.note(self._root, {unit.index, *self._external.owners_of(unit)})
         self._gather_for_backward(unit)
 
     def _gather_for_backward(self, unit: Unit) -> None:
@@ -642,11 +621,7 @@ class UnitHooks:
             return
         self._in_backward.add(unit.index)
         self._gradients.start_backward(unit, self._plan.step)
-        self._hold(unit, Part.BACKWARD, self._owners_of(unit))
-
-    def _owners_of(self, unit: Unit) -> set[int]:
-        """Return the units that own the unit's external parameters, as far as is known."""
-        return self._owners_in_use[unit.index] | self._registered_owners[unit.index]
+        self._hold(unit, Part.BACKWARD, self._external.owners_of(unit))
 
     def _after_backward(self, unit: Unit, use: int, *, waits: bool) -> None:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
@@ -739,7 +714,7 @@ class UnitHooks:
 
     # These methods gather, hold and release units.
 
-    def _hold(self, unit: Unit, part: Part, owners: set[int]) -> None:
+    def _hold(self, unit: Unit, part: Part, owners: Set[int]) -> None:
         """Gather the unit and the owners of its external parameters, and hold them for `part`."""
         self._lanes.poll()
         self._recorder.compute(None)
@@ -751,7 +726,7 @@ class UnitHooks:
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
         """Hold the unit and the owners of its external parameters, all of which are gathered, for `part`."""
-        for each in (unit, *(self._units[index] for index in self._owners_in_use[unit.index])):
+        for each in (unit, *(self._units[index] for index in self._external.seen(unit))):
             self._residency.share(each, Holder(unit.index, part))
 
     def _gather_owner_on_use(self, owner: Unit, parameter: ModelParameter, function: str) -> None:
@@ -772,7 +747,7 @@ class UnitHooks:
 
     def _hold_for_user(self, user_unit: Unit, owners: set[int]) -> None:
         """Gather the `owners` of parameters that `user_unit` uses, and hold them for it, now and in its backward."""
-        self._owners_in_use[user_unit.index] |= owners
+        self._external.note(user_unit, owners)
         part = Part.BACKWARD if user_unit.index in self._in_backward else Part.FORWARD
         with outside_of_transforms():
             for index in sorted(owners):
@@ -782,7 +757,7 @@ class UnitHooks:
         """Hold `owner` for the unit that has called it, because it returns its parameters, or views of them."""
         callers = [frame.unit for frame in self._running if frame.unit is not owner]
         if callers:
-            self._owners_in_use[callers[-1].index].add(owner.index)
+            self._external.note(callers[-1], {owner.index})
             self._residency.share(owner, Holder(callers[-1].index, Part.FORWARD))
 
     def _end_uses(self, *, keep: bool) -> None:
