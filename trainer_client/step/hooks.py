@@ -67,6 +67,7 @@ from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.heap import Heap
 from trainer_client.step.open_forwards import OpenForwards
+from trainer_client.step.parameter_hooks import ParameterHooks
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
@@ -202,7 +203,7 @@ class UnitHooks:
         self._before: _Before | None = None
         # The uses of units since the last backward, each once and in the order in which they came.
         self._used: dict[int, None] = {}
-        self._gradient_hooks: list[RemovableHandle] = []
+        self._parameter_hooks = ParameterHooks(units, gradients)
         self._module_hooks: list[RemovableHandle] = []
         # None where no tile computes on the CPU.
         tiles = (unit for unit in units if unit.tile is not None)
@@ -226,8 +227,8 @@ class UnitHooks:
                 self._hook(module, self._root, self._before_root, partial(self._after_unit, self._root))
             elif module not in inside:
                 self._hook(module, self._root, None, None)
+        self._parameter_hooks.install(self._accumulate_gradient)
         for unit in self._units:
-            self._watch_gradients(unit)
             for group in unit.groups:
                 group.gather_on_use(torch.compiler.disable(partial(self._gather_owner_on_use, unit)))
 
@@ -665,32 +666,9 @@ class UnitHooks:
                 self._gradients.hand_over(gradient, partial(self._updates.begin_early, gradient))
         self._lanes.poll()
 
-    def _watch_gradients(self, unit: Unit) -> None:
-        """Have `_accumulate_gradient` called as autograd finishes each gradient of the unit's parameters."""
-        for gradient in self._gradients.of_unit(unit):
-            for slot, parameter in enumerate(gradient.flat_group.parameters):
-                hook = partial(self._accumulate_gradient, unit, gradient, slot)
-                if unit.tile is not None:
-                    unit.tile.on_gradient = hook
-                    continue
-                frozen = not parameter.tensor.requires_grad
-                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
-                parameter.tensor.requires_grad_(True)
-                self._gradient_hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
-                parameter.tensor.requires_grad_(not frozen)
-
     def stop_watching_gradients(self) -> None:
-        """Remove the hooks that `_watch_gradients` made; idempotent.
-
-        torch does not show the garbage collector that a parameter refers to such a hook. The hook refers to the engine,
-        and the engine to the parameter, so without this call no engine and no model would ever be freed.
-        """
-        for handle in self._gradient_hooks:
-            handle.remove()
-        self._gradient_hooks.clear()
-        for unit in self._units:
-            if unit.tile is not None:
-                unit.tile.on_gradient = None
+        """Remove the hooks on parameters, without which no engine and no model would ever be freed. Idempotent."""
+        self._parameter_hooks.remove()
 
     def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, tensor: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing.

@@ -1,0 +1,63 @@
+"""The hooks on the parameters of a model, which autograd calls as it finishes their gradients.
+
+This module owns the hooks. It must never look at a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from trainer_client.model.units import Unit
+from trainer_client.step.gradients import GradientGroup, Gradients
+
+
+class ParameterHooks:
+    """The hooks on the parameters of one engine's model."""
+
+    def __init__(self, units: Sequence[Unit], gradients: Gradients) -> None:
+        self._units = units
+        self._gradients = gradients
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, act: Callable[[Unit, GradientGroup, int, torch.Tensor], None]) -> None:
+        """Register a hook on each parameter of a trainable group, also on one that is frozen at the moment.
+
+        Args:
+            act: called with the unit of a parameter, its group, its slot in the group, and the parameter, whose `.grad`
+                is finished.
+        """
+        for unit in self._units:
+            for gradient in self._gradients.of_unit(unit):
+                for slot, parameter in enumerate(gradient.flat_group.parameters):
+                    hook = partial(act, unit, gradient, slot)
+                    if unit.tile is not None:
+                        unit.tile.on_gradient = hook
+                    else:
+                        self._handles.append(_register(parameter.tensor, hook))
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent.
+
+        torch does not show the garbage collector that a parameter refers to such a hook. The hook refers to the engine,
+        and the engine to the parameter, so without this call no engine and no model would ever be freed.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self._units:
+            if unit.tile is not None:
+                unit.tile.on_gradient = None
+
+
+def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook, which stays when the parameter is frozen or thawed."""
+    is_trained = parameter.requires_grad
+    # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
