@@ -54,6 +54,7 @@ from trainer_client.run.job import Job
 from trainer_client.run.job_place import JobPlace
 from trainer_client.run.node_store import find_store, join_processes
 from trainer_client.run.run_state import Scheduler
+from trainer_client.run.schedule_state import rates_of, restore_rates
 from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.section import Agreement
@@ -266,6 +267,37 @@ def initialize(
     for module, parameter in external_parameters(model):
         if owner_of(parameter) is engine:
             engine.register_external_parameter(module, parameter)
+    return engine, store_optimizer, loader, scheduler
+
+
+def initialize_with_rates_of_script(
+    *,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    config: Mapping[str, Any],
+    model_parameters: Any = None,
+    lr_scheduler: SchedulerArgument = None,
+    dist_init_required: bool | None = None,
+) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
+    """Start or resume a training job for a program whose own learning-rate schedule begins anew at each start.
+
+    The parameter groups of a resumed job have the rates to which the job has decayed them, and many schedules multiply
+    the rate that is there. So the groups get the rates back with which the script has made `optimizer`, unless the
+    engine has a schedule, which goes on from the stored one. Rank 0 logs rates that differ from the stored ones.
+
+    Arguments, return value and errors are those of `initialize`.
+    """
+    rates = [] if optimizer is None else rates_of(optimizer.param_groups)
+    engine, store_optimizer, loader, scheduler = initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        dist_init_required=dist_init_required,
+        config=config,
+    )
+    if engine.lr_scheduler is None:
+        restore_rates(store_optimizer.param_groups, rates, is_loud=engine.global_rank == 0)
     return engine, store_optimizer, loader, scheduler
 
 

@@ -28,8 +28,7 @@ from trainer_client.accelerate.selection import Selection
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
-from trainer_client.initialization import initialize
-from trainer_client.run.schedule_state import begin_anew, rates_of
+from trainer_client.initialization import initialize_with_rates_of_script
 
 # The name that Accelerate gives to a model's checkpoint with DeepSpeed.
 _TAG = "pytorch_model"
@@ -140,16 +139,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         compilation = self._compilation()
         _move_to_cpu(model)
         stands_in = isinstance(optimizer, DummyOptim)
-        rates = [] if stands_in else rates_of(optimizer.param_groups)
-        engine, _, _, made = initialize(
+        engine, _, _, made = initialize_with_rates_of_script(
             model=model,
             optimizer=None if stands_in else optimizer,
             model_parameters=optimizer.params if stands_in else None,
             lr_scheduler=getattr(scheduler, "lr_scheduler_callable", None),
             config=config,
         )
-        if engine.lr_scheduler is None:
-            begin_anew(engine.optimizer.param_groups, rates, is_loud=self.is_main_process)
         if compilation is not None:
             engine.compile(backend=compilation.pop("backend"), compile_kwargs=compilation)
         if self._options.converts_outputs:

@@ -32,12 +32,11 @@ from trainer_client import zero
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
-from trainer_client.initialization import initialize
+from trainer_client.initialization import initialize_with_rates_of_script
 from trainer_client.lightning.devices import follow
 from trainer_client.lightning.manifest import manifest_entries
 from trainer_client.lightning.options import ConfigSource, check_precision, read_config, training_config
 from trainer_client.lightning.precision import EnginePrecision
-from trainer_client.run.schedule_state import begin_anew, rates_of
 
 # The name that Lightning gives to a checkpoint within its directory with DeepSpeed.
 _TAG = "checkpoint"
@@ -185,9 +184,8 @@ class ParamserverStrategy(DDPStrategy):
         """Make the engine of the model, and of what its `configure_optimizers` returns. All ranks must call this."""
         super().setup_optimizers(trainer)
         optimizer = self._own_optimizer()
-        rates = [] if optimizer is None else rates_of(optimizer.param_groups)
         instance = trainer.fit_loop._data_source.instance
-        engine, store_optimizer, _, _ = initialize(
+        engine, store_optimizer, _, _ = initialize_with_rates_of_script(
             model=self.lightning_module,
             optimizer=optimizer,
             config=training_config(
@@ -200,8 +198,6 @@ class ParamserverStrategy(DDPStrategy):
             ),
             dist_init_required=False,
         )
-        if engine.lr_scheduler is None:
-            begin_anew(engine.optimizer.param_groups, rates, is_loud=self.is_global_zero)
         self._engine = self.model = engine
         self.optimizers = [store_optimizer]
 

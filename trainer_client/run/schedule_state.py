@@ -73,11 +73,8 @@ def rates_of(groups: ParameterGroups) -> list[float]:
     return [float(group["lr"]) for group in groups]
 
 
-def begin_anew(groups: ParameterGroups, rates: Sequence[float], *, is_loud: bool) -> None:
-    """Give the groups of a resumed job the rates of this run again, for schedules that the engine does not have.
-
-    Such schedules begin anew when a script is started again. Many of them multiply the rate that is there, which the
-    job has decayed already.
+def restore_rates(groups: ParameterGroups, rates: Sequence[float], *, is_loud: bool) -> None:
+    """Give the groups of a resumed job the rates of this run again.
 
     Args:
         rates: the rates with which this run has made the groups.
