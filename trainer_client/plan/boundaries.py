@@ -53,7 +53,7 @@ class _Boundary:
     """A boundary of the rehearsal.
 
     Attributes:
-        key: identifies its bytes when it was saved.
+        key: identifies its bytes.
         nbytes: its size.
         begin: the first of its bytes in the storage of `tensor`.
         tensor: a tensor that has its storage; None: it is in the store, or has to be computed again.
@@ -121,7 +121,7 @@ class RehearsedBoundaries:
 
     def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> _Boundary:
         """Return a new boundary, and let older ones leave."""
-        boundary = _Boundary(key, key[3] - key[2], key[2], tensor.detach(), again)
+        boundary = _Boundary(key, key.nbytes, key.begin, tensor.detach(), again)
         self.saved_bytes += boundary.nbytes
         if again is None:
             self.moved += [each.nbytes for each in self._unmoved.add(boundary, 1)]

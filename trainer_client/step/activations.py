@@ -219,7 +219,7 @@ class Activations:
         elif boundary.data is None:
             self._bring_back(boundary)
         elif boundary.tensor is not None:
-            check_version(boundary.tensor, boundary.key[1])
+            check_version(boundary.tensor, boundary.key.version)
         assert boundary.data is not None, "it was there, or has come back"
         self._fetch_before(boundary)
         self._depth.resume()
@@ -251,7 +251,7 @@ class Activations:
         """Keep the bytes of a boundary no longer, because they can be computed again."""
         if boundary.again is None or boundary.tensor is None:
             return
-        if boundary.tensor._version != boundary.key[1]:
+        if boundary.tensor._version != boundary.key.version:
             # It stays, and `_unpack` raises torch's error for a tensor that was changed.
             boundary.again = None
             return
@@ -265,7 +265,7 @@ class Activations:
         """Begin to copy a boundary into memory of the store, if that has room."""
         data, tensor = boundary.data, boundary.tensor
         assert data is not None and tensor is not None, "it was never sent"
-        if tensor._version != boundary.key[1]:
+        if tensor._version != boundary.key.version:
             # It stays, and `_unpack` raises torch's error for a tensor that was changed.
             return
         leased = self._lease(boundary.nbytes)
@@ -289,7 +289,7 @@ class Activations:
             # The step has ended, and the lease was given back with it.
             return
         self._recorder.moved(Link.TO_STORE, "", boundary.nbytes, began)
-        if tensor._version != boundary.key[1]:
+        if tensor._version != boundary.key.version:
             # The device may have copied bytes of both versions.
             boundary.is_changed = True
             return

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -34,8 +34,25 @@ CHANGED = (
     "the model saved for backward, or that it passed to torch.utils.checkpoint, was changed after that"
 )
 
-# The identity of the bytes of a boundary: that of the storage, the version of the tensor, and the range of bytes.
-Key = tuple[Hashable, int, int, int]
+
+class Key(NamedTuple):
+    """The identity of the bytes of a boundary when they were saved.
+
+    Attributes:
+        storage: the identity of their storage.
+        version: the version of the tensor, which changes with each change in place.
+        begin, end: the range of bytes [begin, end) in the storage.
+    """
+
+    storage: Hashable
+    version: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of the bytes."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +102,7 @@ class Saved(Generic[BoundaryT]):
     @classmethod
     def of(cls, boundary: BoundaryT, tensor: torch.Tensor) -> Saved[BoundaryT]:
         """Return a tensor whose bytes are among those of the boundary."""
-        offset = int(tensor.storage_offset()) - boundary.key[2] // tensor.itemsize
+        offset = int(tensor.storage_offset()) - boundary.key.begin // tensor.itemsize
         return cls(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
@@ -102,7 +119,7 @@ class Boundary:
 
     Attributes:
         index: its number in the order in which boundaries were saved.
-        key: identifies its bytes when it was saved.
+        key: identifies its bytes.
         nbytes: its size.
         dropped: where the lease goes when torch drops the boundary.
         data: its bytes on the device; None: they have left it, or are about to.
@@ -136,7 +153,7 @@ class Boundary:
     def of(cls, tensor: torch.Tensor, key: Key, index: int, dropped: deque[Dropped]) -> Boundary:
         """Return the boundary of a tensor on the device, whose bytes are the ones of `key`."""
         data = _bytes_of(tensor, key)
-        return cls(index=index, key=key, nbytes=key[3] - key[2], dropped=dropped, data=data, tensor=tensor.detach())
+        return cls(index=index, key=key, nbytes=key.nbytes, dropped=dropped, data=data, tensor=tensor.detach())
 
     def take(self, tensor: torch.Tensor) -> None:
         """Have the bytes of a tensor that was computed again.
@@ -144,7 +161,7 @@ class Boundary:
         Raises:
             RuntimeError: the tensor lies in another way in its storage than the one that was saved.
         """
-        if range_of(tensor) != self.key[2:]:
+        if range_of(tensor) != (self.key.begin, self.key.end):
             raise RuntimeError(
                 f"a checkpointed module has returned {list(tensor.shape)} with strides {list(tensor.stride())} when it "
                 "was run again, which takes other bytes than in the forward: set paramserver.activations.recompute to "
@@ -237,7 +254,7 @@ def is_movable(tensor: torch.Tensor, device: torch.device, kind: type[torch.Tens
 def key_of(tensor: torch.Tensor, storage: Hashable) -> Key:
     """Return the identity of the bytes that are moved for a tensor in a storage, which no other storage must equal."""
     begin, end = range_of(tensor)
-    return storage, tensor._version, begin, end
+    return Key(storage, tensor._version, begin, end)
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -256,7 +273,7 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
 def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
     """Return the bytes of `key` [n], uint8, in the storage of a tensor."""
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return data.set_(tensor.untyped_storage(), key[2], (key[3] - key[2],), (1,))
+    return data.set_(tensor.untyped_storage(), key.begin, (key.nbytes,), (1,))
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
