@@ -65,7 +65,7 @@ from trainer_client.recorder import Recorder
 from trainer_client.step.external_parameters import ExternalParameters
 from trainer_client.step.gradient_hooks import AllGradientsHook, is_computed
 from trainer_client.step.gradients import GradientGroup, Gradients
-from trainer_client.step.heap import Heap
+from trainer_client.step.heap_trimmer import HeapTrimmer
 from trainer_client.step.open_forwards import OpenForwards
 from trainer_client.step.parameter_hooks import ParameterHooks
 from trainer_client.step.phases import Phase, Phases, Verb
@@ -207,7 +207,8 @@ class UnitHooks:
         self._module_hooks: list[RemovableHandle] = []
         # None where no tile computes on the CPU.
         tiles = (unit for unit in units if unit.tile is not None)
-        self._heap = Heap() if any(group.device.type == "cpu" for unit in tiles for group in unit.groups) else None
+        on_cpu = any(group.device.type == "cpu" for unit in tiles for group in unit.groups)
+        self._heap_trimmer = HeapTrimmer() if on_cpu else None
 
     @property
     def phase(self) -> Phase:
@@ -696,8 +697,8 @@ class UnitHooks:
         """Gather the unit and the owners of its external parameters, and hold them for `part`."""
         self._lanes.poll()
         self._recorder.compute(None)
-        if self._heap is not None and unit.tile is not None:
-            self._heap.look()
+        if self._heap_trimmer is not None and unit.tile is not None:
+            self._heap_trimmer.trim_if_grown()
         for index in (unit.index, *sorted(owners)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
         self._recorder.compute(part.name.lower(), unit.fqn)

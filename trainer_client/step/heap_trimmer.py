@@ -19,12 +19,10 @@ from trainer_client.own_memory import private_bytes
 _GROWTH_BYTES = 64 << 20
 
 
-class Heap:
-    """The heap of this process.
+class HeapTrimmer:
+    """Trims the heap of this process. With a C library other than glibc it does nothing.
 
-    heap.look()    # between two uses of tiles
-
-    With a C library other than glibc it does nothing.
+    trimmer.trim_if_grown()    # between two uses of tiles
     """
 
     def __init__(self) -> None:
@@ -33,7 +31,7 @@ class Heap:
         # The least private memory of the process since memory was returned.
         self._least = private_bytes()
 
-    def look(self) -> None:
+    def trim_if_grown(self) -> None:
         """Return free memory to the kernel if the process has grown by 64 MiB since it was smallest; see [Note: holes].
 
         Memory that is in use makes the process grow, too. Then there is little to return, which is quick.

@@ -16,12 +16,12 @@ BLOCKS = 1000
 PROGRAM = f"""
 import ctypes
 from trainer_client.own_memory import private_bytes
-from trainer_client.step.heap import Heap
+from trainer_client.step.heap_trimmer import HeapTrimmer
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
-watched = Heap()
+trimmer = HeapTrimmer()
 start = private_bytes()
 blocks, nbytes = [], {MOST_IN_HEAP_BYTES} - 4096
 for _ in range({BLOCKS}):
@@ -29,15 +29,15 @@ for _ in range({BLOCKS}):
     ctypes.memset(blocks[-1], 1, nbytes)
     libc.malloc(2000)
 full = private_bytes()
-watched.look()
+trimmer.trim_if_grown()
 in_use = private_bytes()
 for block in blocks:
     libc.free(ctypes.c_void_p(block))
 freed = private_bytes()
-watched.look()
+trimmer.trim_if_grown()
 unseen = private_bytes()
 ballast = b"1" * (96 << 20)
-watched.look()
+trimmer.trim_if_grown()
 print(*(value - start for value in (full, in_use, freed, unseen, private_bytes() - len(ballast))))
 """
 
@@ -51,5 +51,5 @@ def test_the_holes_between_blocks_in_use_go_back_to_the_kernel_when_the_process_
     assert full > 0.9 * most
     assert in_use > 0.9 * most, "what is in use stays"
     assert freed > 0.9 * most, "glibc keeps what lies before a block in use"
-    assert unseen > 0.9 * most, "the process has not grown since the last look"
+    assert unseen > 0.9 * most, "the process has not grown since the last call"
     assert returned < 0.1 * most
