@@ -23,7 +23,7 @@ from trainer_client.transport.rank_store import RankStore
 class GradientMemory(Protocol):
     """The contract of the memory that holds this rank's part of a group's gradient within a step.
 
-    memory.start(step); memory.recall(); memory.partition.copy_(gradient)  # once or more often in a step
+    memory.start(step); memory.reopen(); memory.partition.copy_(gradient)  # once or more often in a step
     memory.send([], act)                                                   # when the gradient is complete
     leased = memory.lease(step)                                            # or memory.free(), or memory.abandon()
     """
@@ -36,7 +36,7 @@ class GradientMemory(Protocol):
     def partition(self) -> torch.Tensor:
         """The gradient [partition_numel] in the group's gradient dtype, uninitialised at first. Call `start` before.
 
-        Waits for the copy that `send` has begun. Call `recall` before writing.
+        Waits for the copy that `send` has begun. Call `reopen` before writing.
         """
 
     def start(self, step: int, *, sends: bool = True) -> None:
@@ -49,7 +49,7 @@ class GradientMemory(Protocol):
     def fetch_ahead(self) -> None:
         """Begin to bring a parked gradient back, because `partition` is needed soon. It does not wait."""
 
-    def recall(self) -> None:
+    def reopen(self) -> None:
         """Have `partition` where gradients are added up, because it is about to change after `send`. Idempotent."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
@@ -147,7 +147,7 @@ class LeasedMemory:
         """Ask the store for a lease to write the gradient of the step."""
         return self._store.acquire_write([self._group.slab(GRAD)], self._step)
 
-    def recall(self) -> None:
+    def reopen(self) -> None:
         """Do nothing."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
@@ -307,7 +307,7 @@ class StagedMemory:
         if self._copy is not None:
             self._home.fetch_ahead()
 
-    def recall(self) -> None:
+    def reopen(self) -> None:
         if self._copy is not None:
             self._copy.wait()
             leased = self._home.wait()
@@ -348,7 +348,7 @@ class StagedMemory:
         if self._copy is not None:
             self._copy.wait()
             return self._home.park(sent=sent)
-        # The sum is on the device. A copy that `recall` has begun reads the leased memory, in which nothing else is.
+        # The sum is on the device. A copy that `reopen` has begun reads the leased memory, in which nothing else is.
         self._lanes.finish_copies_in()
         self._home.free()
         return None
@@ -365,7 +365,7 @@ class StagedMemory:
         copy, self._copy, self._on_device = self._copy, None, None
         if copy is not None:
             copy.wait()
-        # A copy that `recall` has begun reads the leased memory.
+        # A copy that `reopen` has begun reads the leased memory.
         self._lanes.finish_copies_in()
         self._home.free()
 
@@ -400,7 +400,7 @@ class DeviceMemory:
                 group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device
             )
 
-    def recall(self) -> None:
+    def reopen(self) -> None:
         """Do nothing."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:

@@ -203,7 +203,7 @@ class GradientGroup:
         )
         self.withdraw()
         self._norms = self._sent = None
-        self.memory.recall()
+        self.memory.reopen()
 
     def withdraw(self) -> None:
         """Withdraw the early update, also one that has not begun yet."""
