@@ -126,18 +126,18 @@ class GradientGroup:
         return any(parameter.tile_of is not None for parameter in self.flat_group.parameters)
 
     @property
-    def is_dirty(self) -> bool:
-        """Whether gradients wait for a reduction."""
+    def has_unreduced(self) -> bool:
+        """Whether gradients of this rank wait for a reduction."""
         return bool(self._unreduced)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every parameter that is trained now has its gradient. A frozen parameter needs none."""
+    def has_all_of_pass(self) -> bool:
+        """Whether every parameter that is trained now has its gradient of this pass. A frozen parameter needs none."""
         return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
 
     @property
-    def has_all(self) -> bool:
-        """Whether every parameter that is trained now has a gradient in this step."""
+    def has_all_of_step(self) -> bool:
+        """Whether every parameter that is trained now has a gradient in this step, of any pass."""
         parameters = self.flat_group.parameters
         return all(slot in self.present or not p.tensor.requires_grad for slot, p in enumerate(parameters))
 
@@ -451,7 +451,7 @@ class Gradients:
 
         Args:
             reduces: whether the pass reduces gradients, the same on all ranks. If not, they stay whole on this rank's
-                device until a pass that reduces, or until `complete`.
+                device until a pass that reduces, or until `finish_reductions`.
             is_last: whether it reduces and no pass of this step is expected after it.
         """
         self._reduces = reduces
@@ -472,9 +472,9 @@ class Gradients:
                     # The gradient of the root is added to at the end of the pass.
                     group.memory.fetch_ahead()
 
-    def unit_is_complete(self, unit: Unit) -> bool:
-        """Return whether every parameter of the unit that is trained now has its gradient."""
-        return all(group.is_complete for group in self._of_unit[unit.index])
+    def has_all_of_pass(self, unit: Unit) -> bool:
+        """Return whether every parameter of the unit that is trained now has its gradient of this pass."""
+        return all(group.has_all_of_pass for group in self._of_unit[unit.index])
 
     def reduce(self, group: GradientGroup, step: int, next_use: int | None) -> bool:
         """Reduce a group's gradient, because the backward of its unit is over on every rank. All ranks must call this.
@@ -490,7 +490,7 @@ class Gradients:
             return False
         group.reduce(step)
         group.next_use = next_use or 0
-        return group.has_all
+        return group.has_all_of_step
 
     def hand_over(self, gradient: GradientGroup, act: Act) -> None:
         """Begin to bring a reduced gradient to its home, if this pass is expected to be the last one of the step.
@@ -529,15 +529,15 @@ class Gradients:
         On some rank, their gradients came after the backward of their unit, or in a backward that hooks did not see.
         """
         if self._reduces:
-            self._reduce_dirty(step, "the end of a backward pass")
+            self._reduce_rest(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
         if self._is_last:
             self._hand_over_rest()
 
-    def complete(self, step: int) -> None:
-        """Reduce what is not reduced yet, at the end of a step. All ranks must call this."""
+    def finish_reductions(self, step: int) -> None:
+        """Reduce what is not reduced yet, because the step ends. All ranks must call this."""
         if self._owes_reduction:
-            self._reduce_dirty(step, "the end of a step")
+            self._reduce_rest(step, "the end of a step")
             self._owes_reduction = False
         self._hand_over_rest()
 
@@ -547,11 +547,11 @@ class Gradients:
             if group.has_sum and not group.is_handed_over:
                 group.hand_over(_nothing)
 
-    def _reduce_dirty(self, step: int, what: str) -> None:
+    def _reduce_rest(self, step: int, what: str) -> None:
         """Reduce each group that waits for a reduction on any rank. All ranks must call this. Errors name it `what`."""
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
-        for group, is_dirty in zip(self._groups, dirty, strict=True):
-            if is_dirty:
+        waiting = self._collectives.any_rank([group.has_unreduced for group in self._groups], what)
+        for group, is_waiting in zip(self._groups, waiting, strict=True):
+            if is_waiting:
                 group.reduce(step)
 
     def partition_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:

@@ -639,12 +639,12 @@ class UnitHooks:
             # and gather in one order.
             for gradient in self._gradients.of_unit(unit):
                 gradient.expect_only(is_computed)
-        complete = self._gradients.unit_is_complete(unit)
-        if waits and not complete:
+        has_all = self._gradients.has_all_of_pass(unit)
+        if waits and not has_all:
             self._almost_over.add(unit.index)
             return
         over = self._reduction_order.unit_is_over(use)
-        if complete:
+        if has_all:
             self._recorder.compute("backward", self._root.fqn)
             # The unit is released before the reduction, because the reduction may begin an early update, and the store
             # works on the unit's bytes in its host memory only while no lease on them is held.
@@ -687,7 +687,7 @@ class UnitHooks:
         gradient.accumulate(slot, self._plan.step, self._plan.gradient_factor)
         if unit.index not in self._almost_over or self._forwards.is_open(unit.index):
             return
-        if self._gradients.unit_is_complete(unit):
+        if self._gradients.has_all_of_pass(unit):
             self._almost_over.discard(unit.index)
             self._after_backward(unit, unit.index, waits=False)
 

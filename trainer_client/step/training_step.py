@@ -138,7 +138,7 @@ class TrainingStep:
         Raises:
             UnusedParameterError: no rank has a gradient of a parameter that is required; on all ranks.
         """
-        self._gradients.complete(step)
+        self._gradients.finish_reductions(step)
         norm = self._gradients.norm()
         if unused := [p.fqn for p in self._required if p.tensor.requires_grad and not norm.present[p.index]]:
             raise UnusedParameterError(
@@ -164,7 +164,7 @@ class TrainingStep:
 
     def reduce_gradients(self, step: int) -> None:
         """Reduce the gradients of `step` that backward passes have left unreduced. All ranks must call this."""
-        self._gradients.complete(step)
+        self._gradients.finish_reductions(step)
 
     def clip_by_norm(self, step: int, limit: float) -> float:
         """Clip the gradient of `step` by its norm when the step is made, and return that norm.
@@ -173,7 +173,7 @@ class TrainingStep:
         """
         self._early.require_kept("engine.clip_grad_norm_() was called")
         self._choose(Clipping(norm=limit))
-        self._gradients.complete(step)
+        self._gradients.finish_reductions(step)
         self._gradients.make_norms_exact()
         return float(self._gradients.norm().total / self._scaler.scale)
 
