@@ -87,7 +87,7 @@ class Residency:
         # The unit whose leases were asked for before its use.
         self._ahead: Unit | None = None
         # The units whose next use this rank has announced to the store, and that were not used since.
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
         # The time on time.perf_counter when the last unit was gathered; None if the time since is not compute time.
@@ -194,13 +194,13 @@ class Residency:
         wants: list[tuple[Unit, int]] = []
         budget = self._prefetch_bytes
         # A message announces twice as many units as necessary, so that it serves for several uses.
-        for unit, position in islice(self._told_next(traces), 2 * ahead):
+        for unit, position in islice(self._to_announce(traces), 2 * ahead):
             budget -= unit.partition_bytes
             if budget < 0:
                 break
             wants.append((unit, position))
-        if any(unit.index not in self._told for unit, _ in wants[:ahead]):
-            self._told = {unit.index for unit, _ in wants}
+        if any(unit.index not in self._announced for unit, _ in wants[:ahead]):
+            self._announced = {unit.index for unit, _ in wants}
             self._store.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
 
     def pause(self) -> None:
@@ -212,7 +212,7 @@ class Residency:
 
         It has no need to if the unit is expected and lives in the store's host memory.
         """
-        if unit.state is UnitState.FETCHING or unit.index in self._told:
+        if unit.state is UnitState.FETCHING or unit.index in self._announced:
             return True
         return not unit.transient_host_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
 
@@ -226,7 +226,7 @@ class Residency:
             # Another unit is used first, and the store may have no room for the leases of both.
             self._ahead.release()
         self._ahead = None
-        self._told.discard(unit.index)
+        self._announced.discard(unit.index)
         self._make_room_in_store(unit)
         unit.start_gather(position, _reuse(unit, position, trace))
         cost = unit.wait_gather(next_use, may_map=self._is_alone or not unit.transient_host_bytes)
@@ -298,7 +298,7 @@ class Residency:
         """Return how many elements are gathered, without those of resident units."""
         return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)
 
-    def _told_next(self, traces: Sequence[Trace]) -> Iterator[tuple[Unit, int]]:
+    def _to_announce(self, traces: Sequence[Trace]) -> Iterator[tuple[Unit, int]]:
         """Yield the units that the traces use next and that the store can make ready, each once, the traces in turn."""
         seen: set[int] = set()
         for following in zip_longest(*map(self._following, traces)):
