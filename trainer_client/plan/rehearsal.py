@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -56,18 +56,28 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One change of memory in a pass, or a gradient.
-
-    Attributes:
-        block: number of the block that is allocated or freed; -1: the gradient of `fqn` was computed.
-        nbytes: size in bytes of the block; 0: the block is freed.
-        fqn: the parameter whose gradient was computed, or "".
-    """
+class Allocated:
+    """A block of this number and size was allocated in a pass."""
 
     block: int
-    nbytes: int = 0
-    fqn: str = ""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The block of this number was freed."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientComputed:
+    """The gradient of the parameter with this FQN was computed."""
+
+    fqn: str
+
+
+Event: TypeAlias = Allocated | Freed | GradientComputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +87,7 @@ class Rehearsal:
     Attributes:
         operations: how often each operation is called in forward and backward.
         flops: floating-point operations of the products of matrices, forward and backward.
-        events: the changes of memory, in their order.
+        events: the changes of memory and the gradients, in their order.
         tokens: elements of the input ids.
         boundaries: the bytes of each boundary of an activation checkpoint that moves to the store, oldest first; empty
             if all stay on the device.
@@ -116,14 +126,15 @@ class Rehearsal:
         gradients = _Gradients(rule, memory)
         live: set[int] = set()
         for event in self.events:
-            if event.block < 0:
-                gradients.take(event.fqn)
-            elif event.nbytes:
-                memory.allocate(event.block, event.nbytes)
-                live.add(event.block)
-            else:
-                memory.free(event.block)
-                live.discard(event.block)
+            match event:
+                case Allocated(block, nbytes):
+                    memory.allocate(block, nbytes)
+                    live.add(block)
+                case Freed(block):
+                    memory.free(block)
+                    live.discard(block)
+                case GradientComputed(fqn):
+                    gradients.take(fqn)
         for block in live:
             memory.free(block)
         gradients.hand_over(keep=is_first)
@@ -233,7 +244,7 @@ class _Live(TorchDispatchMode):
 
     def note_gradient(self, fqn: str) -> None:
         """Note that a parameter's gradient was computed."""
-        self.events.append(Event(-1, fqn=fqn))
+        self.events.append(GradientComputed(fqn))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -254,12 +265,12 @@ class _Live(TorchDispatchMode):
         if key in self._seen or not nbytes:
             return
         block = self._seen[key] = next(self._numbers)
-        self.events.append(Event(block, nbytes))
+        self.events.append(Allocated(block, nbytes))
         weakref.finalize(storage, self._forget, key, block)
 
     def _forget(self, key: int, block: int) -> None:
         self._seen.pop(key, None)
-        self.events.append(Event(block))
+        self.events.append(Freed(block))
 
 
 def rehearse(
