@@ -48,14 +48,26 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overhead:
-    """Seconds that this library's code takes in a step, besides those of forward and backward.
+class StepOverhead:
+    """Seconds that this library's code takes in one step, besides those of forward and backward.
 
     Attributes:
-        per_unit: the seconds of a rank for the forward and the backward of one unit.
-        per_step: the seconds of a rank that are independent of the units, once in a step.
-        store_per_unit, store_per_step: the CPU seconds of the daemon, and of other threads of the rank, that passed
-            beside those of the rank. A rank whose computation needs all processors is delayed by them, too.
+        rank: the seconds of a rank.
+        store: the CPU seconds of the daemon, and of other threads of the rank, that pass beside those of the rank. A
+            rank whose computation needs all processors is delayed by them, too.
+    """
+
+    rank: float
+    store: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Seconds that this library's code takes in the steps of any model; see StepOverhead.
+
+    Attributes:
+        per_unit, store_per_unit: those of the rank and of the store for the forward and the backward of one unit.
+        per_step, store_per_step: those that are independent of the units, once in a step.
     """
 
     per_unit: float
@@ -63,12 +75,10 @@ class Overhead:
     store_per_unit: float = 0.0
     store_per_step: float = 0.0
 
-    def of_step(self, units: int) -> Overhead:
-        """Return the time of a step that uses this number of units, as seconds of the step alone."""
-        return Overhead(
-            per_unit=0.0,
-            per_step=self.per_step + units * self.per_unit,
-            store_per_step=self.store_per_step + units * self.store_per_unit,
+    def of_step(self, units: int) -> StepOverhead:
+        """Return the seconds of a step that uses this number of units."""
+        return StepOverhead(
+            rank=self.per_step + units * self.per_unit, store=self.store_per_step + units * self.store_per_unit
         )
 
 

@@ -29,7 +29,7 @@ from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.durability import REPLICATED
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize
-from trainer_client.plan.machine import Overhead
+from trainer_client.plan.machine import Overhead, StepOverhead
 from trainer_client.plan.probe import free_port, seconds_of
 from trainer_client.plan.real_pass import time_passes
 from trainer_client.plan.rehearsal import rehearse
@@ -155,12 +155,17 @@ def measure_overhead(job: SmallJob) -> Overhead:
     os.environ.pop(ADDRESS_VARIABLE, None)
     with _met(job):
         few, many = (_measure_steps(job, blocks) for blocks in (_FEW, _MANY))
-    own, beside = (_per_unit(few[index], many[index]) for index in (0, 1))
-    return Overhead(per_unit=own[0], per_step=own[1], store_per_unit=beside[0], store_per_step=beside[1])
+    per_unit, per_step = _divided(few.rank, many.rank)
+    store_per_unit, store_per_step = _divided(few.store, many.store)
+    return Overhead(per_unit=per_unit, per_step=per_step, store_per_unit=store_per_unit, store_per_step=store_per_step)
 
 
-def _per_unit(few: float, many: float) -> tuple[float, float]:
-    """Return the seconds for each unit and those for each step, from those of both models."""
+def _divided(few: float, many: float) -> tuple[float, float]:
+    """Return the seconds for each unit and those for each step, from the seconds of a step of each of the two models.
+
+    Args:
+        few, many: the seconds of a step of the model with _FEW blocks, and of the one with _MANY.
+    """
     per_unit = max(0.0, (many - few) / (_MANY - _FEW))
     # The root is a unit, too, so there is one unit more than blocks.
     return per_unit, max(0.0, few - (_FEW + 1) * per_unit)
@@ -196,11 +201,11 @@ class _Small(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-def _measure_steps(job: SmallJob, blocks: int) -> tuple[float, float]:
-    """Return two means of a step of the model: the seconds beyond a plain pass, and the CPU seconds beside the rank's.
+def _measure_steps(job: SmallJob, blocks: int) -> StepOverhead:
+    """Return the overhead of a step of the model: the rank's median beyond a plain pass, and the store's mean.
 
-    The latter are those of the daemon and of all threads of this process, less the seconds of the step. A rank that
-    waits for the daemon takes no CPU time, so nothing is counted twice.
+    The store's seconds are the CPU seconds of the daemon and of all threads of this process, less the seconds of the
+    step. A rank that waits for the daemon takes no CPU time, so nothing is counted twice.
     """
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
     if job.beyond_operations:
@@ -226,4 +231,4 @@ def _measure_steps(job: SmallJob, blocks: int) -> tuple[float, float]:
         taken = [step() for _ in range(_STEPS)]
         worked = time.process_time() - began[0], time.clock_gettime(daemon) - began[1]
     beside = (sum(worked) - sum(taken)) / _STEPS
-    return statistics.median(taken) - plain, max(0.0, beside)
+    return StepOverhead(rank=statistics.median(taken) - plain, store=max(0.0, beside))

@@ -18,7 +18,7 @@ from trainer_client.model.placement import Residence
 from trainer_client.model.states import is_in_store
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
 from trainer_client.plan.layout import Layout, PlannedGroup, gathers_one_sided
-from trainer_client.plan.machine import Overhead, Rates
+from trainer_client.plan.machine import Rates, StepOverhead
 from trainer_client.plan.memory import MemoryPlan
 from trainer_client.plan.nodes import UPDATE_BYTES, UPDATE_BYTES_IN_MEMORY
 from trainer_client.recorder import Link
@@ -343,7 +343,7 @@ def predict(
     rates: Rates,
     *,
     compute_seconds: float,
-    overhead: Overhead,
+    overhead: StepOverhead,
     tokens: int,
     is_cpu: bool,
     store_has_cores: bool,
@@ -359,7 +359,7 @@ def predict(
 
     Args:
         compute_seconds: the seconds of forward and backward of all micro-batches of the step on one rank.
-        overhead: the time of the library's code in the whole step: its `per_step` and `store_per_step`.
+        overhead: the time of the library's code in the whole step.
         tokens: the tokens of all ranks and micro-batches of the step.
         store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
         optimizer_threads: the daemon's key of this name.
@@ -380,12 +380,12 @@ def predict(
     serving = moved * (STORE_SECONDS_PER_BYTE - _CHECKING_SECONDS_PER_BYTE)
     # The thread that runs the optimizer also checks the bytes that updates read and write.
     optimizer = updating + (checking if traffic.updated else 0.0)
-    other = serving + (0.0 if traffic.updated else checking) + overhead.store_per_step
+    other = serving + (0.0 if traffic.updated else checking) + overhead.store
     # A thread that waits for memory takes its processor, too.
     busy = optimizer + waiting * optimizer_threads
     resources = {
         COMPUTE: compute_seconds,
-        LIBRARY: overhead.per_step,
+        LIBRARY: overhead.rank,
         COLLECTIVES: _collective_seconds(traffic, rates),
         NVME_READ: traffic.nvme_read / rates.nvme_read,
         NVME_WRITTEN: traffic.nvme_written / rates.nvme_write,

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_client.config.loading import load_config
 from trainer_client.plan.layout import World, lay_out
-from trainer_client.plan.machine import Overhead, Rates
+from trainer_client.plan.machine import Overhead, Rates, StepOverhead
 from trainer_client.plan.step_time import Traffic, delay_by_store, predict
 
 
@@ -57,7 +57,7 @@ def test_more_threads_help_updates_only_until_memory_bounds_them(limit: float | 
         traffic,
         rates,
         compute_seconds=1.0,
-        overhead=Overhead(per_unit=0.0, per_step=0.0),
+        overhead=StepOverhead(rank=0.0, store=0.0),
         tokens=1,
         is_cpu=False,
         store_has_cores=True,
@@ -71,4 +71,4 @@ def test_more_threads_help_updates_only_until_memory_bounds_them(limit: float | 
 def test_the_overhead_of_a_step_grows_with_its_units() -> None:
     whole = Overhead(per_unit=0.25, per_step=1.0, store_per_unit=0.5, store_per_step=2.0).of_step(4)
 
-    assert (whole.per_step, whole.store_per_step) == (2.0, 4.0)
+    assert whole == StepOverhead(rank=2.0, store=4.0)
