@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 from accelerate.state import AcceleratorState
@@ -83,10 +83,10 @@ class Options:
         if configured_device_kind(raw) == CPU:
             # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
             given["cpu"] = True
-        raw, precision, autocasts, converts = _with_precision(raw, str(precision), given)
-        given["mixed_precision"] = precision
+        joined = _join_precision(raw, str(precision), given)
+        given["mixed_precision"] = joined.mixed_precision
         _take_accumulation(raw, given, environ)
-        return cls(arguments=given, config=raw, autocasts=autocasts, converts_outputs=converts)
+        return cls(arguments=given, config=raw, autocasts=joined.autocasts, converts_outputs=joined.converts_outputs)
 
     @property
     def names_job(self) -> bool:
@@ -181,40 +181,56 @@ def _read(config: ConfigSource, plugin: DeepSpeedPlugin | None, precision: str) 
     return deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
 
 
-def _with_precision(
-    raw: dict[str, Any], precision: str, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], str, bool, bool]:
-    """Join the config's number format and Accelerate's `mixed_precision`.
+class _Precision(NamedTuple):
+    """The number format: the value of `mixed_precision`, and the last two attributes of Options."""
 
-    Returns:
-        The config, the value of `mixed_precision`, and the last two attributes of Options.
+    mixed_precision: str
+    autocasts: bool
+    converts_outputs: bool
+
+
+def _join_precision(raw: dict[str, Any], asked: str, given: Mapping[str, Any]) -> _Precision:
+    """Join the config's number format and Accelerate's `mixed_precision`, which is `asked` for.
+
+    If only Accelerate chooses one, the config gets the section that has the engine do the same.
+
+    Raises:
+        ConfigError: the format is not known, is another one than the config's, or cannot be computed with.
     """
-    if precision not in ("no", "bf16", "fp16"):
-        raise ConfigError(f"mixed_precision = {precision!r} is not honoured: write 'no', 'bf16' or 'fp16'")
+    if asked not in ("no", "bf16", "fp16"):
+        raise ConfigError(f"mixed_precision = {asked!r} is not honoured: write 'no', 'bf16' or 'fp16'")
     for name in ("bf16", "fp16"):
         section = raw.get(name)
         if isinstance(section, Mapping) and section.get("enabled") == AUTO:
-            raw[name] = {**section, "enabled": precision == name}
-    chosen = next((name for name in ("bf16", "fp16") if _is_enabled(raw, name)), None)
-    autocasts = chosen is None and _is_enabled(raw, "torch_autocast")
-    if autocasts:
-        chosen = "fp16" if str(raw["torch_autocast"].get("dtype")) in ("fp16", "float16", "torch.float16") else "bf16"
-    if chosen is not None:
-        if given.get("mixed_precision") not in (None, chosen):
+            raw[name] = {**section, "enabled": asked == name}
+    configured, autocasts = _configured_precision(raw)
+    if configured is not None:
+        if given.get("mixed_precision") not in (None, configured):
             raise ConfigError(
-                f"mixed_precision = {precision!r}, but the config chooses {chosen}: leave mixed_precision out, or the "
+                f"mixed_precision = {asked!r}, but the config chooses {configured}: leave mixed_precision out, or the "
                 "config's section"
             )
-        return raw, chosen, autocasts, False
+        return _Precision(configured, autocasts, converts_outputs=False)
     handlers = given.get("kwargs_handlers") or ()
     handler = next((one for one in handlers if isinstance(one, AutocastKwargs)), AutocastKwargs())
     if handler.cache_enabled is False:
         raise ConfigError("AutocastKwargs(cache_enabled=False) is not honoured: leave it out")
-    if precision == "no" or not handler.enabled:
-        return raw, precision, precision != "no", False
+    if asked == "no" or not handler.enabled:
+        return _Precision(asked, autocasts=asked != "no", converts_outputs=False)
     # Accelerate adds gradients up in their parameter's dtype, as DDP does.
-    section = {"enabled": True, "dtype": precision, "lower_precision_safe_modules": []}
-    return {**raw, "torch_autocast": section}, precision, True, True
+    raw["torch_autocast"] = {"enabled": True, "dtype": asked, "lower_precision_safe_modules": []}
+    return _Precision(asked, autocasts=True, converts_outputs=True)
+
+
+def _configured_precision(raw: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return the number format that the config chooses, or None, and whether it does so by `torch_autocast`."""
+    for name in ("bf16", "fp16"):
+        if _is_enabled(raw, name):
+            return name, False
+    if not _is_enabled(raw, "torch_autocast"):
+        return None, False
+    is_fp16 = str(raw["torch_autocast"].get("dtype")) in ("fp16", "float16", "torch.float16")
+    return "fp16" if is_fp16 else "bf16", True
 
 
 def _take_accumulation(raw: dict[str, Any], given: dict[str, Any], environ: Mapping[str, str]) -> None:
