@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -140,6 +140,21 @@ class _Forward:
     surroundings: _Surroundings
 
 
+@dataclass(slots=True, kw_only=True)
+class _Checkpoints:
+    """What torch's checkpoints have done since the forward of a watched module ended.
+
+    Attributes:
+        function: the function that the last one encloses; None: there was none, or torch does not show it.
+        caller: the forward that has called the last one; None: no watched module's.
+        saved: the places of the tensors that they have saved.
+    """
+
+    function: Any = None
+    caller: _Forward | None = None
+    saved: set[_Place] = field(default_factory=set)
+
+
 class Segments:
     """Watches modules, and knows the newest segment.
 
@@ -165,11 +180,7 @@ class Segments:
         self._device = device
         self._pack = pack
         self._key_of = key_of
-        # The function of the last checkpoint and the forward that has called the checkpoint, and what checkpoints have
-        # saved, until a watched module's forward ends.
-        self._enclosed: Any = None
-        self._caller: _Forward | None = None
-        self._saved: set[_Place] = set()
+        self._checkpoints = _Checkpoints()
         self._running: _Forward | None = None
         self._newest: Segment | None = None
         # The segment that is run again with its inputs, and its output tensors once it has returned.
@@ -199,11 +210,11 @@ class Segments:
         It is None if the tensor is no output of the newest segment, or an input of that segment is to be computed again
         itself. A segment computes only one of its outputs again.
         """
-        self._enclosed, self._caller = _function_of(checkpoint), self._running
+        self._checkpoints.function, self._checkpoints.caller = _function_of(checkpoint), self._running
         segment, place = self._newest, self._place_of(tensor)
         if place is None:
             return None
-        self._saved.add(place)
+        self._checkpoints.saved.add(place)
         if segment is None or (number := _number_of(tensor, segment)) is None:
             return None
         inputs = (kept for kept in _inputs_of(segment) if isinstance(kept.packed, Saved))
@@ -214,8 +225,8 @@ class Segments:
 
     def forget(self) -> None:
         """Forget the newest segment, because the forward is over."""
-        self._saved.clear()
-        self._enclosed = self._caller = self._running = self._newest = None
+        self._checkpoints = _Checkpoints()
+        self._running = self._newest = None
 
     def close(self) -> None:
         """Watch no module any more. Idempotent."""
@@ -252,27 +263,34 @@ class Segments:
         if not self.is_watching or is_transformed():
             return
         running, self._running, self._newest = self._running, None, None
-        enclosed, self._enclosed = self._enclosed, None
-        caller, self._caller = self._caller, None
-        saved, self._saved = self._saved, set()
-        if running is None or running.module is not module:
-            return
-        if enclosed is None or (caller is not running and not _is_call_of(enclosed, module)):
-            return
-        if any(tensor._version != version for tensor, version in running.tensors):
-            return
-        followed = (tensor for tensor, _ in running.tensors if tensor.requires_grad and not tensor.is_leaf)
-        if not saved.issuperset(map(self._place_of, followed)):
-            return
-        given = {self._place_of(tensor) for tensor, _ in running.tensors}
+        checkpoints, self._checkpoints = self._checkpoints, _Checkpoints()
+        if running is not None and running.module is module and self._is_segment(running, checkpoints):
+            self._newest = self._segment_of(running, output)
+
+    def _is_segment(self, forward: _Forward, checkpoints: _Checkpoints) -> bool:
+        """Return whether a forward that has ended is one of a segment; see [Note: which modules are segments]."""
+        function = checkpoints.function
+        if function is None or not (checkpoints.caller is forward or _is_call_of(function, forward.module)):
+            return False
+        if any(tensor._version != version for tensor, version in forward.tensors):
+            return False
+        followed = (tensor for tensor, _ in forward.tensors if tensor.requires_grad and not tensor.is_leaf)
+        return checkpoints.saved.issuperset(map(self._place_of, followed))
+
+    def _segment_of(self, forward: _Forward, output: Any) -> Segment:
+        """Return the segment of a forward. It can compute each tensor of `output` again that was no input."""
+        given = {self._place_of(tensor) for tensor, _ in forward.tensors}
         tensors = TensorTree.of(output).tensors
         places = map(self._place_of, tensors)
-        outputs = [
-            None if place is None or place in given else (weakref.ref(tensor), tensor._version)
-            for place, tensor in zip(places, tensors, strict=True)
-        ]
-        kept = tree_map_only(torch.Tensor, self._keep, running.inputs)
-        self._newest = Segment(module=module, inputs=kept, surroundings=running.surroundings, outputs=outputs)
+        return Segment(
+            module=forward.module,
+            inputs=tree_map_only(torch.Tensor, self._keep, forward.inputs),
+            surroundings=forward.surroundings,
+            outputs=[
+                None if place is None or place in given else (weakref.ref(tensor), tensor._version)
+                for place, tensor in zip(places, tensors, strict=True)
+            ],
+        )
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor | Input:
         return tensor if isinstance(tensor, nn.Parameter) else Input(self._pack(tensor), tensor.requires_grad)
