@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -203,18 +203,8 @@ def _plan(
     with_probe: bool,
     search: bool,
 ) -> dict[str, Any]:
-    device = device or ("cuda" if node is not None else configured_device_kind(raw))
-    if node is not None:
-        if device == "cpu" or world.ranks > node.gpus:
-            raise ConfigError(
-                f"--node has {node.gpus} GPUs, each with one rank: leave --device out, and give --nproc-per-node up to "
-                f"{node.gpus} and --nnodes for more ranks"
-            )
-        flops, with_probe = node.flops if flops is None else flops, False
-    if device not in RANK_BYTES:
-        raise ConfigError(
-            f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
-        )
+    """Return the figures of a plan, as `to_dict` makes them, for these options. It can raise ConfigError."""
+    device = _device_of(device, node, world, raw)
     if flops is not None and not (flops > 0 and math.isfinite(flops)):
         raise ConfigError(f"--flops {flops:g} is not a rate: write a number above 0, for example 4e14")
     raw = with_todays_names(raw)
@@ -252,25 +242,76 @@ def _plan(
         store_has_cores=device != "cpu",
         optimizer_threads=optimizer_threads or _optimizer_threads(node),
     )
+    if node is not None:
+        return _plan_as_published(job, raw, node.flops if flops is None else flops, search=search)
+    return _plan_as_measured(job, raw, source, inputs, given, flops, directory, with_probe=with_probe, search=search)
+
+
+def _device_of(option: str | None, node: Node | None, world: World, raw: Mapping[str, Any]) -> str:
+    """Return the kind of device that ranks compute on, "cpu" or "cuda"; `option` is that of the command line.
+
+    Raises:
+        ConfigError: the node has no such device, or too few for the ranks, or the kind is not known.
+    """
+    device = option or ("cuda" if node is not None else configured_device_kind(raw))
+    if node is not None and (device == "cpu" or world.ranks > node.gpus):
+        raise ConfigError(
+            f"--node has {node.gpus} GPUs, each with one rank: leave --device out, and give --nproc-per-node up to "
+            f"{node.gpus} and --nnodes for more ranks"
+        )
+    if device not in RANK_BYTES:
+        raise ConfigError(
+            f"--device {device}: write {' or '.join(RANK_BYTES)}, because what a rank takes was estimated for these"
+        )
+    return device
+
+
+def _plan_as_published(job: Job, raw: Mapping[str, Any], flops: float, *, search: bool) -> dict[str, Any]:
+    """Return the figures of a plan for a node as published, without a measurement.
+
+    Args:
+        flops: the floating-point operations that a rank makes in a second.
+    """
+    job = replace(job, compute_seconds=lambda rehearsal: rehearsal.flops / flops)
+    wanted = plan(job, raw)
+    if not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
+        wanted = with_budgets(job, wanted)
+    return _result(job, wanted, (_PUBLISHED, f"that of {flops:.3g} FLOPs a second"), raw, search=search)
+
+
+def _plan_as_measured(
+    job: Job,
+    raw: Mapping[str, Any],
+    source: str,
+    inputs: str | None,
+    given: Mapping[str, int],
+    flops: float | None,
+    directory: Path,
+    *,
+    with_probe: bool,
+    search: bool,
+) -> dict[str, Any]:
+    """Return the figures of a plan for this machine.
+
+    Args:
+        source, inputs: the model and the option `--inputs`, from which another process makes them anew.
+        given: the rates that the options give; the others are measured.
+        flops: the floating-point operations that a rank makes in a second; None: its computation is timed.
+        directory: the directory that is probed.
+    """
     # The first plan is made before anything is measured, because it checks the config and finds the operations of a
     # step.
     first = plan(job, raw)
-    if node is not None:
-        job = replace(job, compute_seconds=lambda rehearsal: rehearsal.flops / (flops or node.flops))
-        wanted = plan(job, raw)
-        if not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
-            wanted = with_budgets(job, wanted)
-        return _result(job, wanted, (_PUBLISHED, f"that of {flops:.3g} FLOPs a second"), raw, search=search)
     real_pass = RealPass(
         source=source,
         inputs=inputs,
         samples=first.batch.micro,
-        tokens=sequence,
+        tokens=job.sequence,
         dtype=first.dtype,
         autocast_dtype=first.autocast_dtype,
     )
     whole = sum(planned.group.whole_bytes for planned in first.layout.groups)
-    is_real = device == "cpu" and can_be_real(first.rehearsal, whole, job.capacities.host, world.ranks)
+    is_real = job.device == "cpu" and can_be_real(first.rehearsal, whole, job.capacities.host, job.world.ranks)
     job, sources = _with_rates(
         job,
         first.rehearsal,
@@ -281,7 +322,7 @@ def _plan(
         dtype=first.dtype,
         with_probe=with_probe,
     )
-    if with_probe and device == "cpu":
+    if with_probe and job.device == "cpu":
         job = replace(job, overhead=_overhead_of(first, directory, beyond_operations=not is_real))
     found = _result(job, plan(job, raw), sources, raw, search=search)
     found["assumptions"].append(f"Where it is not given, NVMe is that of the file system of {directory}.")
@@ -313,28 +354,15 @@ def _with_rates(
     Raises:
         ConfigError: a rate is not given, and the options forbid to measure it.
     """
-    ranks, on_gpu = job.world.ranks, job.device == "cuda"
-    needed = {"nvme_read", "nvme_write", *(["device_link"] if on_gpu else [])}
-    needed |= {"collective"} if job.world.size > 1 else set()
     measured, seconds, rates_from = _UNKNOWN, 0.0, "given"
-    if flops is None or not needed <= given.keys():
-        if not with_probe or (on_gpu and not torch.accelerator.is_available()):
-            missing = [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
-            why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
-            raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
-        if job.world.nodes > 1 and "collective" not in given:
-            raise ConfigError(
-                f"--nnodes {job.world.nodes}: this machine cannot measure the network between nodes: give "
-                "--collective, too"
-            )
-        threads = _threads(ranks)
-        operations = {} if flops is not None else rehearsal.operations
+    if missing := _missing_rates(job, given, flops):
+        _check_measurable(job, missing, with_probe=with_probe)
         measured, seconds = probe(
-            operations,
+            {} if flops is not None else rehearsal.operations,
             real_pass=real_pass if flops is None else None,
             dtype=dtype,
-            ranks=ranks,
-            threads=threads,
+            ranks=job.world.ranks,
+            threads=_threads(job.world.ranks),
             directory=None if {"nvme_read", "nvme_write"} <= given.keys() else directory,
             device=job.device,
             optimizer_threads=job.optimizer_threads,
@@ -354,11 +382,30 @@ def _with_rates(
             "that of a real pass here" if real_pass is not None else "the sum of its operations, each timed here"
         )
     rates = _rates(measured, given)
-    if on_gpu:
+    if job.device == "cuda":
         # The probe has measured the CPU's rate of updates.
         rates = replace(rates, device_update=None)
     with_them = replace(job, rates=rates, compute_seconds=compute_seconds)
     return with_them, (rates_from, compute_from)
+
+
+def _missing_rates(job: Job, given: Mapping[str, int], flops: float | None) -> list[str]:
+    """Return the names of the rates that a plan needs and that are not given, as those of options."""
+    needed = {"nvme_read", "nvme_write"}
+    needed |= {"device_link"} if job.device == "cuda" else set()
+    needed |= {"collective"} if job.world.size > 1 else set()
+    return [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
+
+
+def _check_measurable(job: Job, missing: Sequence[str], *, with_probe: bool) -> None:
+    """Raise ConfigError if the missing rates of a job cannot be measured here."""
+    if not with_probe or (job.device == "cuda" and not torch.accelerator.is_available()):
+        why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
+        raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
+    if job.world.nodes > 1 and "collective" in missing:
+        raise ConfigError(
+            f"--nnodes {job.world.nodes}: this machine cannot measure the network between nodes: give --collective, too"
+        )
 
 
 def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> dict[str, Any]:
