@@ -11,6 +11,7 @@ import itertools
 import math
 import multiprocessing
 import socket
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _UPDATE_ELEMENTS = 16 << 20
 _LEAST_SECONDS = 0.05
 _LEAST_REPEATS = 2
 _MOST_REPEATS = 200
+# The collectives of _COPY_BYTES whose median is taken.
+_COLLECTIVES = 3
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 # The bytes of operands after which a product's first operands are no longer in a cache. This is more than the caches of
 # a processor or a GPU.
@@ -69,7 +72,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The measurements of a process: the seconds of a pass, and rates in bytes or elements per second."""
+    """The measurements of a process.
+
+    Attributes:
+        compute_seconds: the seconds of a forward and backward, real or summed up from operations.
+        copy, fresh_copy, link: bytes per second; see `copy`, `fresh_copy` and `device_link` of Rates.
+        update, device_update: elements per second; see Rates.
+        collective: bytes of a whole buffer that a rank gathers in a second; None: there is one rank.
+    """
 
     compute_seconds: float
     copy: float
@@ -295,11 +305,12 @@ def _collective_rate(task: Task) -> float:
         whole = torch.zeros(part.numel() * task.ranks, device=task.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         taken = []
-        for _ in range(4):
+        for _ in range(1 + _COLLECTIVES):
             began = time.perf_counter()
             gather(whole, part)
             taken.append(time.perf_counter() - began)
-        return whole.nbytes / sorted(taken[1:])[1]
+        # The first one is left out, as in `_mean`.
+        return whole.nbytes / statistics.median(taken[1:])
     finally:
         dist.destroy_process_group()
 
