@@ -138,9 +138,15 @@ class BackwardPlan:
 class UserBackward(Protocol):
     """What surrounds a backward pass that the user starts with `loss.backward()`; see BackwardPasses."""
 
-    def begin_for_user(self) -> BackwardPlan: ...
+    def begin_for_user(self) -> BackwardPlan:
+        """Return what the hooks have to know of the pass, which begins now. All ranks must call this.
 
-    def end(self) -> None: ...
+        Raises:
+            RuntimeError: fp16 training needs a scaled loss, and this one is not.
+        """
+
+    def end(self) -> None:
+        """Take note that the pass has ended without an error."""
 
 
 class UnitHooks:
