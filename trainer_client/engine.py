@@ -600,7 +600,7 @@ class Engine(EngineStates):
         """
         return self._reporter.last()
 
-    # These methods read and change the states of single parameters.
+    # The end
 
     def close(self) -> None:
         """Commit the last step, wait for the other ranks, leave the job, and stop the daemon that belongs to it.
