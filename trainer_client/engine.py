@@ -1,15 +1,16 @@
 """The engine: DeepSpeed's methods (`forward`, `backward`, `step` and others) for a model whose state is in the store.
 
 This module owns the order of a step and the end of an engine; engine_states.py has the methods that read, change and
-save states, and engine_core.py has the objects that all these methods call. This module must never communicate on its
-own, because other modules own the collectives, the leases and the hooks.
+save states, engine_memory.py those about memory of the device, and engine_core.py the objects that all these methods
+call. This module must never communicate on its own, because other modules own the collectives, the leases and the
+hooks.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -19,10 +20,9 @@ from torch import nn
 
 from trainer_client.device import CPU
 from trainer_client.engine_core import EngineParts
-from trainer_client.engine_states import EngineStates
+from trainer_client.engine_memory import EngineMemory
 from trainer_client.errors import (
     CollectiveError,
-    ConfigError,
     NonFiniteGradientError,
     NotScalarError,
     PhaseError,
@@ -33,7 +33,6 @@ from trainer_client.model.refusals import refuse_conversion
 from trainer_client.model.states import placement_bytes
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.context import RankContext, UserObjects
-from trainer_client.run.state_offload import DeviceState
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler
 from trainer_client.transport.attachments import Restart
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 _RECORDING_MODES = ("reduce-overhead", "max-autotune")
 
 
-class Engine(EngineStates):
+class Engine(EngineMemory):
     """The engine of one training loop, made by `trainer_client.initialize`.
 
     The loop is the same as with DeepSpeed:
@@ -431,70 +430,6 @@ class Engine(EngineStates):
         """The loss scale, for reading."""
         return self._scaler
 
-    def empty_partition_cache(self) -> None:
-        """Release the memory of gathered parameters between two steps. The next forward gathers them again.
-
-        Within a step the call has no effect, because the backward pass needs what is still gathered.
-        """
-        self._require_open()
-        if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
-            self._hooks.release_units()
-
-    def offload_states(
-        self,
-        include: Container[DeviceState] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states from this rank's device into host memory, to leave the device to another program for a while.
-
-        With the parameters (`lp_params`), the memory of `paramserver.gpu_budget` is given back for that time, too.
-        Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
-        store has anyway does not move. On the CPU, the call makes a copy all the same. A failure brings all states
-        back.
-
-        Args:
-            include: the kinds of state, as `OffloadStateTypeEnum`; None: all.
-            device: only "cpu" is possible.
-            pin_memory: whether to page-lock the copies.
-            non_blocking: whether to return before the copies are complete; page-locked ones only.
-
-        Raises:
-            ConfigError: another device was given.
-            PhaseError: a forward waits for its backward, or a pass or a step is under way.
-            RuntimeError: the engine is closed, or parameters are held by `gathered`.
-        """
-        if str(device) != "cpu":
-            raise ConfigError(f"offload_states(device={str(device)!r}): states can be moved to 'cpu' only")
-        if self._hooks.phase is not Phase.OFFLOADED:
-            self._require_open()
-        if self._access.is_holding:
-            raise RuntimeError("offload_states() within gathered(): leave it first")
-        # The commit under way may still read what the device has.
-        self.wait_for_commit()
-        self._hooks.begin_offload()
-        which: Container[DeviceState] = list(DeviceState) if include is None else include
-        try:
-            if DeviceState.lp_params in which:
-                self._device_copies.withdraw()
-            self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
-        except BaseException:
-            # All states and the memory for copies come back, also those that an earlier call has moved.
-            self.reload_states()
-            raise
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the states that `offload_states` has moved back to the device. Without effect if there are none."""
-        if self._hooks.phase is Phase.OFFLOADED:
-            self._offload.reload(non_blocking=non_blocking)
-            self._device_copies.restore()
-            self._hooks.end_offload()
-
-    def state_devices(self, state: DeviceState) -> set[torch.device]:
-        """Return the devices that have a kind of state of this rank; memory and files of the store are the CPU's."""
-        return self._offload.devices_of(state)
-
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
         arguments = dict(compile_kwargs or {})
@@ -507,32 +442,6 @@ class Engine(EngineStates):
         self.close()
 
     # Functions that DeepSpeed does not have
-
-    def set_gpu_budget(self, nbytes: int) -> None:
-        """Change `paramserver.gpu_budget` of this rank, between two steps.
-
-        With less than before, copies of parameters leave the device, and their memory is given back to torch. Use this,
-        for example, before a phase with longer sequences. No effect on the CPU.
-
-        Raises:
-            ConfigError: the number is negative.
-            PhaseError: a forward waits for its backward, or a pass or a step is under way.
-            RuntimeError: the engine is closed, or parameters are held by `gathered`.
-            StoreError: the store refused or failed the call.
-            torch.OutOfMemoryError: the device has too little memory for a larger budget.
-        """
-        if nbytes < 0:
-            raise ConfigError(f"set_gpu_budget({nbytes}): write a number of bytes, 0 for no copies on the device")
-        self._require_open()
-        if self._access.is_holding:
-            raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
-        # The commit under way may still hold leases.
-        self.wait_for_commit()
-        self._hooks.begin_offload()
-        try:
-            self._device_copies.offer(nbytes)
-        finally:
-            self._hooks.end_offload()
 
     def give_up_model(self) -> None:
         """Make the model a plain one, between two steps.

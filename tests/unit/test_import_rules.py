@@ -60,6 +60,7 @@ FLOORS = {
         "checkpoint copying engine_getters exchange launch",
         "engine_core",
         "engine_states",
+        "engine_memory",
         "engine",
         "assembly inference zero",
         "initialization runtime",
