@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 
-from paramserver.contract.directories import sync_directory
+from paramserver.contract.directories import make_directory, sync_directory
 from trainer_client.errors import BackupError, ConfigError
 
 _LOCK = ".lock"
@@ -98,7 +98,7 @@ class _LocalFiles(BackupFiles):
 
     def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         partial = path.with_name(f"{_PARTIAL}.{secrets.token_hex(8)}")
         try:
             with partial.open("xb", buffering=0) as file:
@@ -130,7 +130,7 @@ class _LocalFiles(BackupFiles):
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         with self._failing("written"):
-            self._root.mkdir(parents=True, exist_ok=True)
+            make_directory(self._root)
             descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

@@ -24,7 +24,7 @@ from typing import IO, Any, Self, cast
 
 from fsspec.core import url_to_fs
 
-from paramserver.contract.directories import sync_directory
+from paramserver.contract.directories import make_directory, sync_directory
 from trainer_client.errors import ConfigError, ExportError
 
 # The file with the checksum of each other file, in the format of the command sha256sum. It is written last.
@@ -158,7 +158,7 @@ class _LocalDirectory(Destination):
         if os.path.lexists(self._path):
             self._check_replaceable()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             self._partial.mkdir()
         except OSError as error:
             raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error

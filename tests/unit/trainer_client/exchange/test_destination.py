@@ -87,3 +87,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ExportError, match="file/export cannot be written: File exists"):
         write(tmp_path / "file" / "export", b"")
+
+
+def test_the_entries_of_new_directories_above_it_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power could remove a directory whose parent is not synced, with the complete export in it."""
+    synced: set[Path] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    write(tmp_path / "new" / "of a run" / "export", b"bytes")
+    assert synced >= {tmp_path, tmp_path / "new", tmp_path / "new" / "of a run"}
