@@ -70,7 +70,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.scaler = None
         self.native_amp = options.autocasts
         self._engine: Engine | None = None
+        # Whether `save_state` is collecting the weights that Accelerate writes, to which the engine adds none.
         self._saves = False
+        # The arguments of `save_state` and `load_state` for the engine, to which Accelerate's hooks do not pass them.
         self._save_arguments: dict[str, Any] = {}
         self._load_arguments: dict[str, Any] = {}
         self.register_save_state_pre_hook(self._save_engine)
