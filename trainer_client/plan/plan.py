@@ -44,6 +44,9 @@ class Job:
             another dtype (None: without it).
         compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
         overhead: the time of the library's own code.
+        world: the ranks and nodes of the job.
+        capacities: the bytes that one rank and one node have.
+        rates: the rates of a node while all its ranks work.
         sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
         find_need, find_hits: the store's figures, which only the daemon's side can compute.
