@@ -33,7 +33,7 @@ from trainer_client.plan.machine import Overhead, StepOverhead
 from trainer_client.plan.probe import free_port, seconds_of
 from trainer_client.plan.real_pass import time_passes
 from trainer_client.plan.rehearsal import rehearse
-from trainer_client.plan.store_probe import made
+from trainer_client.plan.store_probe import made_if_missing
 from trainer_client.run.local_daemon import LOCK_NAME
 
 # The numbers of blocks of the two models that are compared. Each block has twelve parameters, like the blocks of most
@@ -98,7 +98,7 @@ def probe_overhead(
     """
     port = free_port()
     try:
-        with made(directory), TemporaryDirectory(dir=directory, prefix="plan-small-") as own:
+        with made_if_missing(directory), TemporaryDirectory(dir=directory, prefix="plan-small-") as own:
             first = SmallJob(
                 config=config,
                 dtype=dtype,

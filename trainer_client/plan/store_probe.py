@@ -162,7 +162,7 @@ def arena_like(nbytes: int) -> memoryview:
 
 
 @contextlib.contextmanager
-def made(directory: Path) -> Iterator[None]:
+def made_if_missing(directory: Path) -> Iterator[None]:
     """Make a directory and its parents where they are missing, and remove at the end what is empty of them."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
     """
     try:
         with (
-            made(directory),
+            made_if_missing(directory),
             TemporaryDirectory(dir=directory, prefix="plan-probe-") as scratch,
             _File(Path(scratch) / "one", file_bytes) as one,
             _File(Path(scratch) / "two", file_bytes) as two,
