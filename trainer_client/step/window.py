@@ -1,6 +1,7 @@
 """How far ahead the store is asked for units: far enough to hide the time of a fetch behind the computation.
 
-This module owns the measurements. It must never know which units there are, nor read a clock: Residency measures.
+This module owns the measurements. It must never know which units there are, nor read a clock: Residency and RecallDepth
+measure.
 
 [Note: depth of the window] If the fetch of a unit takes as long as n units compute, the unit has to be asked for n uses
 ahead; one more covers variations. The store measures the fetches, because only the store knows what it had to read. The
@@ -24,6 +25,8 @@ _CALM_GATHERS = 64
 
 class Window:
     """The depth of the window, which follows from the measured times of fetches, computation and stalls.
+
+    For RecallDepth, a boundary of an activation checkpoint takes the place of a unit.
 
     Attributes:
         units: the number of units, from the current one on, that the store should fetch ahead.
