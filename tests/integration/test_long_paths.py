@@ -55,7 +55,9 @@ def got(address: str, *, prefer_streams: bool = False) -> float:
         return float(weight[0])
 
 
-@pytest.mark.parametrize("length", [84, 85, 120, 300, LONGEST])
+# At the first length the kernel takes the paths of both sockets, at the second one that of the arena's is too long for
+# it, and at the others both are.
+@pytest.mark.parametrize("length", [84, 85, 120, LONGEST])
 def test_a_daemon_serves_every_client_in_a_long_directory_and_after_a_restart(short: Path, length: int) -> None:
     state_dir = directory_of(short, length)
     state_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -117,39 +119,53 @@ def train(engine: trainer_client.Engine, steps: int) -> None:
     engine.wait_for_commit()
 
 
-@pytest.mark.parametrize("length", [50, 100, 150, 300])
-def test_a_trainer_starts_its_daemon_in_a_long_directory_and_outlives_and_resumes_it(short: Path, length: int) -> None:
-    state_dir = directory_of(short, length)
+def lose_daemon(engine: trainer_client.Engine, state_dir: Path) -> None:
+    """Kill the daemon of a run, which must go on with the next one."""
+    os.kill(int((state_dir / "lock").read_text()), signal.SIGKILL)
+    train(engine, 1)
+    assert len(engine.daemon_restarts) == 1
+
+
+def check_outlived_and_resumed(state_dir: Path) -> None:
+    """Train with a daemon in the directory, outlive it, and resume with the next one."""
     with begun(state_dir) as engine:
-        assert len(str(state_dir)) == length and engine.data_plane == "arena"
+        assert engine.data_plane == "arena"
         train(engine, 2)
         shown = CliRunner().invoke(app, ["jobs", "--json", "--address", f"unix:{state_dir}/paramserver.sock"])
         assert [job["name"] for job in json.loads(shown.output)["jobs"]] == ["default"]
-        os.kill(int((state_dir / "lock").read_text()), signal.SIGKILL)
-        train(engine, 1)
-        assert len(engine.daemon_restarts) == 1
+        lose_daemon(engine, state_dir)
     assert not list(state_dir.glob("*.sock*"))
     with begun(state_dir) as engine:
         assert engine.global_steps == 3 and engine.data_plane == "arena"
         train(engine, 1)
 
 
-def test_the_daemons_of_two_trainers_whose_directories_differ_only_at_the_end(short: Path) -> None:
+def test_a_trainer_outlives_and_resumes_its_daemon_in_a_directory_with_letters_that_a_uri_quotes(short: Path) -> None:
+    state_dir = short / "50%41 of what? a\N{SNOWMAN}b #1"
+    # A longer path is not quoted, because the kernel would not take it as the address of a socket.
+    if len(os.fsencode(state_dir / "paramserver.sock.arena")) > 107:
+        pytest.skip(f"the temporary directory's path has {len(str(short))} bytes")
+    check_outlived_and_resumed(state_dir)
+    assert (state_dir / "catalog.sqlite").exists()
+
+
+def test_a_trainer_outlives_and_resumes_its_daemon_whose_sockets_have_long_paths(short: Path) -> None:
+    check_outlived_and_resumed(directory_of(short, 100))
+
+
+def test_the_daemons_of_two_trainers_whose_long_directories_differ_only_at_the_end(short: Path) -> None:
+    """One of the two daemons is lost, and both jobs are resumed."""
     one, two = directory_of(short, 300, "one"), directory_of(short, 300, "two")
     with begun(one) as first, begun(two) as second:
+        assert first.data_plane == second.data_plane == "arena"
         train(first, 1)
-        train(second, 2)
+        train(second, 3)
+        lose_daemon(first, one)
+    assert not [*one.glob("*.sock*"), *two.glob("*.sock*")]
     with begun(two) as second, begun(one) as first:
-        assert (first.global_steps, second.global_steps) == (1, 2)
-
-
-def test_a_trainer_starts_its_daemon_in_a_directory_with_letters_that_a_uri_quotes(tmp_path: Path) -> None:
-    state_dir = tmp_path / "50%41 of what? a\N{SNOWMAN}b #1"
-    for begin in (0, 1):
-        with begun(state_dir) as engine:
-            assert engine.global_steps == begin
-            train(engine, 1)
-    assert (state_dir / "catalog.sqlite").exists()
+        assert (first.global_steps, second.global_steps) == (2, 3)
+        train(first, 1)
+        train(second, 1)
 
 
 def test_a_trainer_is_refused_a_directory_that_the_catalog_cannot_be_in(short: Path) -> None:
