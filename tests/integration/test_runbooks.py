@@ -24,10 +24,12 @@ from tests.integration.support.forked import ROOT
 from tests.integration.support.operated_run import NO_LIMIT, Plan
 from tests.integration.support.operations import PAGE, Machine, Training, commands, switch, why_no_switch
 from tests.integration.support.ranks import free_port
+from tests.integration.support.waiting import wait_until
 
 COMMANDS = commands()
 PREPARE, SHELL = COMMANDS["The example"]
 START = "systemctl start paramserver@alice"
+VERSIONS = "paramserver-admin versions gpt2"
 NODES = ("10.0.0.5:7411", "10.0.0.6:7411", "10.0.0.7:7411")
 
 NVME = {"device": "nvme"}
@@ -223,7 +225,11 @@ def test_damage_is_found_a_job_moves_and_a_nodes_disks_are_moved(tmp_path: Path)
         second.sh(START)
         job = Training(plan, [first, first])
         try:
-            job.finish(2)
+            job.start()
+            job.allow(2)
+            job.wait_for(2)
+            # The trainer does not wait for the commit of a step.
+            wait_until(lambda: newest_steps(first.sh(VERSIONS)) == [2])
             first.sh(keep)
             data = first.directory / "mnt/nvme1/paramserver/data.1"
             before = data.read_bytes()
@@ -254,6 +260,11 @@ def test_damage_is_found_a_job_moves_and_a_nodes_disks_are_moved(tmp_path: Path)
         finally:
             job.close()
     check_same_bits(job, tmp_path)
+
+
+def newest_steps(versions: str) -> list[int]:
+    """Return the newest committed step from the output of `paramserver-admin versions`; [] if there is none."""
+    return [int(step) for step in re.findall(r"^\W*(\d+)\W+newest", versions, flags=re.MULTILINE)]
 
 
 def damage_what_is_new(data: Path, before: bytes) -> None:
@@ -300,7 +311,7 @@ def test_a_node_is_lost_whose_job_has_a_replica(tmp_path: Path, no_switch: str |
             os.kill(follower, signal.SIGKILL)
             first.lose()
             assert all(job.ended())
-            held = [int(step) for step in re.findall(r"^\W*(\d+)\W+newest", second.sh(see), flags=re.MULTILINE)]
+            held = newest_steps(second.sh(see))
             lost_at = job.step
             # No other daemon is there that a commit could wait for.
             alone = config["paramserver"] | {"durability": "step"}

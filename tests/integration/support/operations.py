@@ -2,7 +2,8 @@
 
 The commands are those of the page, run by bash, with other paths, addresses and sizes. `systemctl` is a stand-in,
 because tests have no systemd: it starts and stops what the unit in deploy/systemd says. `chown` and `runuser` are
-stand-ins, because there is no user of that name here.
+stand-ins, because there is no user of that name here. `paramserver` and `paramserver-admin` run the programs of these
+names in processes that are forked from a server which has imported them, so that no command imports them anew.
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ SIZES = {"64GiB": "32MiB", "96GiB": "48MiB", "2TiB": "256MiB", "3TiB": "384MiB",
     "200GiB": "256MiB",
 }
 
-_SYSTEMCTL = """#!{python} -IS
-import socket, sys
+# The program behind the commands that the machine itself carries out: it sends the command, and prints the answer.
+_STAND_IN = """#!{python} -IS
+import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as way:
     way.connect({path!r})
-    way.sendall("\\0".join(sys.argv[1:]).encode())
+    way.sendall(json.dumps([{name!r}, sys.argv[1:], dict(os.environ)]).encode())
     way.shutdown(socket.SHUT_WR)
-    answer = b"".join(iter(lambda: way.recv(65536), b"")).decode()
-status, _, text = answer.partition(" ")
-sys.stderr.write(text)
-sys.exit(int(status))
+    answer = b"".join(iter(lambda: way.recv(65536), b""))
+status, said, told = json.loads(answer)
+sys.stdout.write(said)
+sys.stderr.write(told)
+sys.exit(status)
 """
+# The modules of the project's two programs.
+_PROGRAMS = {"paramserver": "paramserver.cli", "paramserver-admin": "paramserver.admin.cli"}
 
 
 def commands() -> dict[str, list[str]]:
@@ -158,7 +163,8 @@ class Machine:
         self._listener.bind(str(self._place))
         self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()
-        self._command("systemctl", _SYSTEMCTL.format(python=sys.executable, path=str(self._place)))
+        for command in ("systemctl", *_PROGRAMS):
+            self._command(command, _STAND_IN.format(python=sys.executable, path=str(self._place), name=command))
         self._command("chown", "#!/bin/sh\n")
         self._command("runuser", '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
 
@@ -238,11 +244,13 @@ class Machine:
             "PARAMSERVER_TOKEN_FILE": str(self.directory / "etc/paramserver/trainer.token"),
         }
 
-    def fork(self, module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> Forked:
+    def fork(
+        self, module: str, arguments: list[str], environment: Mapping[str, str], log: Path, errors: Path | None = None
+    ) -> Forked:
         """Run the `main` of a module on this machine."""
         if self.namespace:
             module, arguments = IN_NAMESPACE, [self.namespace, module, *arguments]
-        return Forked(module, arguments, environment=environment, log=log)
+        return Forked(module, arguments, environment=environment, log=log, errors=errors)
 
     def lose(self) -> None:
         """Kill the daemon, and delete all that it has stored, as when the machine is lost."""
@@ -253,7 +261,7 @@ class Machine:
             shutil.rmtree(self.directory / place)
             (self.directory / place).mkdir()
 
-    # The stand-in for systemd.
+    # The stand-ins.
 
     def _command(self, name: str, text: str) -> None:
         path = self.directory / "bin" / name
@@ -265,14 +273,30 @@ class Machine:
             while True:
                 way, _ = self._listener.accept()
                 with way:
-                    words = b"".join(iter(lambda: way.recv(4096), b"")).decode().split("\0")  # noqa: B023
+                    sent = b"".join(iter(lambda: way.recv(65536), b""))  # noqa: B023
                     try:
-                        verb, unit = words
-                        assert unit == f"paramserver@{USER}", unit
-                        problem = {"start": self._start, "stop": self._stop, "restart": self._restart}[verb]()
+                        answer = self._carry_out(*json.loads(sent))
                     except Exception as error:
-                        problem = repr(error)
-                    way.sendall(f"{1 if problem else 0} {problem}".encode())
+                        answer = 1, "", repr(error)
+                    way.sendall(json.dumps(answer).encode())
+
+    def _carry_out(self, name: str, words: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+        """Carry out a command, and return its exit status, its output and its errors."""
+        if name in _PROGRAMS:
+            return self._run(_PROGRAMS[name], words, environment)
+        verb, unit = words
+        assert unit == f"paramserver@{USER}", unit
+        problem = {"start": self._start, "stop": self._stop, "restart": self._restart}[verb]()
+        return (1 if problem else 0), "", problem
+
+    def _run(self, module: str, words: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+        """Run a program to its end."""
+        said, told = self.directory / "said", self.directory / "told"
+        program = self.fork(module, words, environment, said, told)
+        try:
+            return program.wait(SECONDS), said.read_text(), told.read_text()
+        finally:
+            program.kill()
 
     def _restart(self) -> str:
         return self._stop() or self._start()

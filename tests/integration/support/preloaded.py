@@ -14,6 +14,7 @@ gc.disable()
 MODULES = (
     "tests.integration.support.training",
     "paramserver.cli",
+    "paramserver.admin.cli",
     "paramserver.server",
     "uvloop",
     # A trainer imports these when it needs them.
