@@ -60,16 +60,32 @@ class Nodes:
     holder: Daemon
 
 
+@contextmanager
+def nodes_in(directory: Path) -> Iterator[Nodes]:
+    with ExitStack() as daemons:
+        for name in ("own", "holder"):
+            (directory / name).mkdir()
+        yield Nodes(*(daemons.enter_context(Daemon(directory / name / "state", DAEMON)) for name in ("own", "holder")))
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with ExitStack() as daemons:
-        yield Nodes(*(daemons.enter_context(Daemon(tmp_path / name / "state", DAEMON)) for name in ("own", "holder")))
+    """Two nodes for one test, which may kill their daemons."""
+    with nodes_in(tmp_path) as own:
+        yield own
 
 
-@pytest.fixture(autouse=True)
-def directories(tmp_path: Path) -> None:
-    for name in ("own", "holder"):
-        (tmp_path / name).mkdir()
+@pytest.fixture(scope="module")
+def lasting_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with nodes_in(tmp_path_factory.mktemp("lasting")) as lasting:
+        yield lasting
+
+
+@pytest.fixture
+def shared(lasting_nodes: Nodes) -> Nodes:
+    """Two nodes that several tests share, after the followers of the tests before have ended."""
+    wait_until(lambda: not has_sessions(lasting_nodes.holder), seconds=60)
+    return lasting_nodes
 
 
 def replicated(nodes: Nodes, **section: Any) -> dict[str, Any]:
@@ -99,62 +115,80 @@ def replica_of(daemon: Daemon, job: str) -> admin_pb.JobInfo.Replica:
     return found.replicas[0] if found is not None and found.replicas else admin_pb.JobInfo.Replica()
 
 
-def follower_of(daemon: Daemon) -> int:
-    """Return the process of the follower that has sessions at a daemon."""
+def followers_of(daemon: Daemon) -> set[int]:
+    """Return the processes of the followers that have sessions at a daemon."""
     with admin_of(daemon.address) as store:
         clients = [one.client for one in store.ListSessions(admin_pb.ListSessionsRequest(), timeout=10).sessions]
-    return next(int(found[1]) for client in clients if (found := re.match(r"follower at .*, process (\d+)", client)))
+    found = (re.match(r"follower at .*, process (\d+)", client) for client in clients)
+    return {int(match[1]) for match in found if match}
 
 
 # --- the node of the job is lost
 
 
-@pytest.mark.parametrize("durability", ["step", "replicated"])
-def test_a_job_whose_node_is_lost_goes_on_from_the_replica_with_the_bits_of_an_uninterrupted_run(
-    nodes: Nodes, tmp_path: Path, job: str, durability: str
+def test_jobs_whose_node_is_lost_go_on_from_the_replicas_with_the_bits_of_an_uninterrupted_run(
+    nodes: Nodes, tmp_path: Path
 ) -> None:
-    def run(address: str, job: str, steps: int, **section: Any) -> Run:
-        config = config_of(address, job, "nvme", **section)
-        return Run(steps=steps, clipping=0.5, schedule=True, with_masters=True, config=config)
+    """Two jobs lose their node at the same time. The commits of one of them wait for the replica."""
 
-    section = replicated(nodes, durability=durability)
-    plan = tmp_path / "plan.json"
-    first = replace(run(nodes.own.address, job, LOST_STEPS, **section), pause_seconds=PAUSE_SECONDS)
-    plan.write_text(json.dumps([asdict(first)]))
-    module = "tests.integration.support.training"
-    with Launch(module, 2, (plan, tmp_path / "lost.pt"), tmp_path) as lost:
-        wait_until(lambda: step_of(nodes.holder, job) >= 3 or not lost.is_whole, seconds=120)
-        assert lost.is_whole, lost.output()
-        follower = follower_of(nodes.holder)
+    def run(address: str, job: str, steps: int, pause_seconds: float = 0.0, **section: Any) -> Run:
+        config = config_of(address, job, "nvme", **section)
+        return Run(
+            steps=steps, clipping=0.5, schedule=True, with_masters=True, pause_seconds=pause_seconds, config=config
+        )
+
+    jobs = ("step", "replicated")
+    with ExitStack() as launches:
+        lost = []
+        for job in jobs:
+            first = run(nodes.own.address, job, LOST_STEPS, PAUSE_SECONDS, **replicated(nodes, durability=job))
+            lost.append(launches.enter_context(launched(first, 2, tmp_path / job)))
+        wait_until(
+            lambda: all(step_of(nodes.holder, job) >= 3 for job in jobs) or not all(one.is_whole for one in lost),
+            seconds=120,
+        )
+        assert all(one.is_whole for one in lost), "\n".join(one.output() for one in lost)
+        followers = followers_of(nodes.holder)
+        assert len(followers) == 2
         nodes.own.kill()
-        for rank in lost.ranks:
+        for rank in (rank for one in lost for rank in one.ranks):
             rank.kill()
-        os.kill(follower, signal.SIGKILL)
-    if durability == "replicated":
-        with Daemon(nodes.own.state_dir, DAEMON) as looked_at:
-            committed = step_of(looked_at, job)
+        for follower in followers:
+            os.kill(follower, signal.SIGKILL)
+    with Daemon(nodes.own.state_dir, DAEMON) as looked_at:
+        committed = step_of(looked_at, "replicated")
     shutil.rmtree(nodes.own.state_dir)
-    held = step_of(nodes.holder, job)
-    assert held >= 3
-    if durability == "replicated":
-        # The last commit of the lost daemon was not confirmed to the trainer if the holder lacks it.
-        assert committed - held in (0, 1)
+    held = {job: step_of(nodes.holder, job) for job in jobs}
+    assert min(held.values()) >= 3
+    # The last commit of the lost daemon was not confirmed to the trainer if the holder lacks it.
+    assert committed - held["replicated"] in (0, 1)
 
     # The config still names the daemon of the lost node.
     section = replicated(nodes, durability="step")
     wait_until(lambda: not has_sessions(nodes.holder), seconds=60)
-    steps = held + FURTHER_STEPS
-    resumed, whole = launch(
+    steps = max(held.values()) + FURTHER_STEPS
+    *resumed, whole = launch(
         [
-            run(nodes.holder.address, job, steps, resume="must", **section),
-            run(nodes.holder.address, f"{job}-whole", steps),
+            *(run(nodes.holder.address, job, steps, resume="must", **section) for job in jobs),
+            run(nodes.holder.address, "whole", steps),
         ],
         2,
         tmp_path,
     )
 
-    assert resumed.resumed_step == held
-    assert_bit_equal(resumed, replace(whole, losses=whole.losses[held:], norms=whole.norms[held:]))
+    for job, result in zip(jobs, resumed, strict=True):
+        assert result.resumed_step == held[job]
+        assert_bit_equal(result, replace(whole, losses=whole.losses[held[job] :], norms=whole.norms[held[job] :]))
+
+
+@contextmanager
+def launched(run: Run, world_size: int, directory: Path) -> Iterator[Launch]:
+    """Start the ranks of a run, which are killed at the end."""
+    directory.mkdir()
+    plan = directory / "plan.json"
+    plan.write_text(json.dumps([asdict(run)]))
+    with Launch("tests.integration.support.training", world_size, (plan, directory / "lost.pt"), directory) as launch:
+        yield launch
 
 
 def has_sessions(daemon: Daemon) -> bool:
@@ -162,29 +196,21 @@ def has_sessions(daemon: Daemon) -> bool:
         return bool(store.ListSessions(admin_pb.ListSessionsRequest(), timeout=10).sessions)
 
 
-def test_a_follower_outlives_its_trainer_and_finishes_the_newest_step(nodes: Nodes, tmp_path: Path, job: str) -> None:
+def test_a_follower_outlives_its_trainer_and_finishes_the_newest_step(shared: Nodes, tmp_path: Path, job: str) -> None:
     """The follower itself is killed before, and the trainer starts the next one."""
-    config = config_of(nodes.own.address, job, "nvme", **replicated(nodes))
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([asdict(Run(steps=LOST_STEPS, pause_seconds=PAUSE_SECONDS, config=config))]))
-    with Launch("tests.integration.support.training", 1, (plan, tmp_path / "lost.pt"), tmp_path) as lost:
-        wait_until(lambda: step_of(nodes.holder, job) >= 1, seconds=120)
-        first = follower_of(nodes.holder)
+    config = config_of(shared.own.address, job, "nvme", **replicated(shared))
+    run = Run(steps=LOST_STEPS, pause_seconds=PAUSE_SECONDS, config=config)
+    with launched(run, 1, tmp_path / "lost") as lost:
+        wait_until(lambda: step_of(shared.holder, job) >= 1, seconds=120)
+        (first,) = followers_of(shared.holder)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: has_follower(nodes.holder, apart_from=first), seconds=120)
+        wait_until(lambda: followers_of(shared.holder) - {first}, seconds=120)
         assert lost.is_whole, lost.output()
         lost.ranks[0].kill()
         lost.ranks[0].wait()
-        committed = step_of(nodes.own, job)
-        wait_until(lambda: not has_sessions(nodes.holder) and not has_sessions(nodes.own), seconds=60)
-    assert step_of(nodes.own, job) == step_of(nodes.holder, job) >= committed
-
-
-def has_follower(daemon: Daemon, *, apart_from: int) -> bool:
-    try:
-        return follower_of(daemon) != apart_from
-    except StopIteration:
-        return False
+        committed = step_of(shared.own, job)
+        wait_until(lambda: not has_sessions(shared.holder) and not has_sessions(shared.own), seconds=60)
+    assert step_of(shared.own, job) == step_of(shared.holder, job) >= committed
 
 
 class Model(nn.Module):
@@ -242,16 +268,8 @@ def test_a_replaced_node_begins_with_the_replica_and_an_unchanged_config(
         wait_until(lambda: step_of(nodes.holder, job) == 8)
 
 
-def test_an_empty_store_does_not_begin_anew_while_the_replica_cannot_be_asked(nodes: Nodes, job: str) -> None:
-    nodes.holder.kill()
-    with (
-        pytest.raises(JobConflictError, match=str(nodes.holder.socket)),
-        started(nodes.own.address, job, **replicated(nodes)),
-    ):
-        pass
-
-
-def test_a_checkpoint_is_not_imported_in_place_of_a_replica(nodes: Nodes, tmp_path: Path, job: str) -> None:
+def test_an_empty_store_begins_with_the_replica_or_not_at_all(nodes: Nodes, tmp_path: Path, job: str) -> None:
+    """A checkpoint is not imported in place of a replica, and neither it nor the model while the holder is away."""
     checkpoint = tmp_path / "pytorch_model.bin"
     torch.save(Model().state_dict(), checkpoint)
     with started(nodes.holder.address, job) as engine:
@@ -271,37 +289,42 @@ def test_a_checkpoint_is_not_imported_in_place_of_a_replica(nodes: Nodes, tmp_pa
     ):
         pass
     assert job_info(nodes.own, job) is None
+    with (
+        pytest.raises(JobConflictError, match=str(nodes.holder.socket)),
+        started(nodes.own.address, job, **replicated(nodes)),
+    ):
+        pass
 
 
 # --- what a commit waits for
 
 
-def test_with_durability_replicated_a_commit_is_made_when_the_holder_has_it(nodes: Nodes, job: str) -> None:
-    section = replicated(nodes, durability="replicated", replica={"timeout_seconds": 15.0})
-    with started(nodes.own.address, job, **section) as engine:
+def test_with_durability_replicated_a_commit_is_made_when_the_holder_has_it(shared: Nodes, job: str) -> None:
+    section = replicated(shared, durability="replicated", replica={"timeout_seconds": 15.0})
+    with started(shared.own.address, job, **section) as engine:
         for step in range(1, 5):
             train(engine, [step])
             engine.wait_for_commit()
-            assert step_of(nodes.holder, job) == step
-        wait_until(lambda: replica_of(nodes.own, job).step == 4)
-        replica = replica_of(nodes.own, job)
+            assert step_of(shared.holder, job) == step
+        wait_until(lambda: replica_of(shared.own, job).step == 4)
+        replica = replica_of(shared.own, job)
         # The frozen layer goes there once, with step 0, and the moments from step 1 on.
         frozen, *trained = (sum(p.numel() for p in layer.parameters()) for layer in Model().layers)
         assert replica.sent_bytes == 4 * (frozen + sum(trained)) + 4 * (3 * 4 * sum(trained))
-        nodes.holder.process.send_signal(signal.SIGSTOP)
+        shared.holder.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(StoreUnavailableError, match=r"step 5 is committed, but after 15 s the daemon at"):
                 train(engine, [5, 6])
         finally:
-            nodes.holder.process.send_signal(signal.SIGCONT)
-    assert step_of(nodes.own, job) == 5
+            shared.holder.process.send_signal(signal.SIGCONT)
+    assert step_of(shared.own, job) == 5
 
 
-def test_too_few_other_daemons_are_an_error_that_says_what_to_write(nodes: Nodes, job: str) -> None:
-    own: dict[str, Any] = {"replicas": 1, "replica": {"addresses": [nodes.own.address]}}
+def test_too_few_other_daemons_are_an_error_that_says_what_to_write(shared: Nodes, job: str) -> None:
+    own: dict[str, Any] = {"replicas": 1, "replica": {"addresses": [shared.own.address]}}
     with (
         pytest.raises(ConfigError, match="names 0 daemons besides the job's own"),
-        started(nodes.own.address, job, **own),
+        started(shared.own.address, job, **own),
     ):
         pass
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
@@ -309,55 +332,27 @@ def test_too_few_other_daemons_are_an_error_that_says_what_to_write(nodes: Nodes
         ({"durability": "replicated"}, "replicas to 1"),
     )
     for section, message in wrong:
-        with pytest.raises(ConfigError, match=message), started(nodes.own.address, job, **section):
+        with pytest.raises(ConfigError, match=message), started(shared.own.address, job, **section):
             pass
 
 
-def test_two_addresses_of_one_daemon_are_one_holder(nodes: Nodes, tmp_path: Path) -> None:
-    with StoreClientSync.connect(nodes.own.address) as client:
+def test_two_addresses_of_one_daemon_are_one_holder(shared: Nodes, tmp_path: Path) -> None:
+    with StoreClientSync.connect(shared.own.address) as client:
         own = client.epoch
-    twice = [nodes.holder.address, f"unix://{nodes.holder.socket}"]
+    twice = [shared.holder.address, f"unix://{shared.holder.socket}"]
     choose = partial(choose_holders, own_epoch=own, credentials=NO_CREDENTIALS, is_ring=False)
     gone = f"unix:{tmp_path}/gone.sock"
 
-    assert choose([nodes.own.address, gone, *twice], 2) == [nodes.holder.address, gone]
+    assert choose([shared.own.address, gone, *twice], 2) == [shared.holder.address, gone]
     with pytest.raises(ConfigError, match="names 1 daemons besides the job's own"):
-        choose([nodes.own.address, *twice], 2)
+        choose([shared.own.address, *twice], 2)
 
 
 # --- the holder is lost, full or slow
 
 
 def test_training_goes_on_without_the_holder_and_the_follower_catches_up(nodes: Nodes, job: str) -> None:
-    with started(nodes.own.address, job, **replicated(nodes)) as engine:
-        train(engine, range(1, 3))
-        wait_until(lambda: step_of(nodes.holder, job) == 2)
-        wait_until(lambda: replica_of(nodes.own, job).step == 2)
-        assert replica_of(nodes.own, job).lag_seconds == 0
-
-        nodes.holder.kill()
-        train(engine, range(3, 7))
-        engine.wait_for_commit()
-        wait_until(lambda: bool(replica_of(nodes.own, job).problem))
-        behind = replica_of(nodes.own, job)
-        assert (behind.step, behind.lag_steps) == (2, 4)
-        time.sleep(0.1)
-        assert replica_of(nodes.own, job).lag_seconds >= behind.lag_seconds + 0.1
-        shown = CliRunner().invoke(app, ["jobs", "--address", nodes.own.address], env={"COLUMNS": "300"}).output
-        assert "2, 4 behind for" in shown and f"replica of {job}" in shown
-
-        with Daemon(nodes.holder.state_dir, DAEMON) as again:
-            wait_until(lambda: step_of(again, job) == 6, seconds=60)
-            wait_until(lambda: not replica_of(nodes.own, job).lag_steps)
-            assert not replica_of(nodes.own, job).problem
-            with admin_of(nodes.own.address) as store:
-                events = store.ListEvents(admin_pb.ListEventsRequest(kinds=["job"]), timeout=10).events
-            texts = [event.text for event in events if event.subject == job]
-            assert any("gets no steps: " in text for text in texts)
-            assert any("gets steps again, and has step 6" in text for text in texts), texts
-
-
-def test_a_holder_that_stands_still_costs_steps_of_the_replica_only(nodes: Nodes, job: str) -> None:
+    """The holder first stands still, which costs steps of the replica only, and is then lost."""
     with started(nodes.own.address, job, **replicated(nodes)) as engine:
         train(engine, [1])
         wait_until(lambda: replica_of(nodes.own, job).step == 1)
@@ -373,32 +368,55 @@ def test_a_holder_that_stands_still_costs_steps_of_the_replica_only(nodes: Nodes
         finally:
             nodes.holder.process.send_signal(signal.SIGCONT)
         wait_until(lambda: step_of(nodes.holder, job) == 19, seconds=60)
+        wait_until(lambda: replica_of(nodes.own, job).step == 19)
+        assert replica_of(nodes.own, job).lag_seconds == 0
+
+        nodes.holder.kill()
+        train(engine, range(20, 24))
+        engine.wait_for_commit()
+        wait_until(lambda: bool(replica_of(nodes.own, job).problem))
+        behind = replica_of(nodes.own, job)
+        assert (behind.step, behind.lag_steps) == (19, 4)
+        time.sleep(0.1)
+        assert replica_of(nodes.own, job).lag_seconds >= behind.lag_seconds + 0.1
+        shown = CliRunner().invoke(app, ["jobs", "--address", nodes.own.address], env={"COLUMNS": "300"}).output
+        assert "19, 4 behind for" in shown and f"replica of {job}" in shown
+
+        with Daemon(nodes.holder.state_dir, DAEMON) as again:
+            wait_until(lambda: step_of(again, job) == 23, seconds=60)
+            wait_until(lambda: not replica_of(nodes.own, job).lag_steps)
+            assert not replica_of(nodes.own, job).problem
+            with admin_of(nodes.own.address) as store:
+                events = store.ListEvents(admin_pb.ListEventsRequest(kinds=["job"]), timeout=10).events
+            texts = [event.text for event in events if event.subject == job]
+            assert any("gets no steps: " in text for text in texts)
+            assert any("gets steps again, and has step 23" in text for text in texts), texts
 
 
 def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_run_has_not(
-    nodes: Nodes, tmp_path: Path, job: str
+    shared: Nodes, tmp_path: Path, job: str
 ) -> None:
     """The holder is lost for good. Its follower tries until its time is over, beside a run with another config."""
     tensors = {"weight": torch.zeros(64)}
     order = FollowerOrder(
         job=job,
-        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
+        origin=Place.of(shared.own.address, NO_CREDENTIALS),
         holder=Place.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS),
         finish_seconds=1.0,
     )
-    with StoreClientSync.connect(nodes.own.address) as client:
+    with StoreClientSync.connect(shared.own.address) as client:
         with client.open(job, tensors) as writer:
             writer.put(tensors)
             writer.commit()
         with following(order) as follower:
-            wait_until(lambda: bool(replica_of(nodes.own, job).problem))
-            shown = replica_of(nodes.own, job)
+            wait_until(lambda: bool(replica_of(shared.own, job).problem))
+            shown = replica_of(shared.own, job)
             assert (shown.holder, shown.lag_steps) == (order.holder.address, 1)
             follower.finish()
             with client.open(job, tensors) as writer:
                 writer.put(tensors)
                 writer.commit()
-        found = job_info(nodes.own, job)
+        found = job_info(shared.own, job)
     assert found is not None and found.committed_step == 1 and not found.replicas
 
 
@@ -467,11 +485,11 @@ def test_a_follower_ends_though_it_has_heard_of_a_step_that_was_rolled_back(
 
 @pytest.mark.parametrize("maps", [0, 1], ids=["while it watches", "while it copies"])
 def test_a_follower_goes_on_after_a_shortage_of_memory(
-    nodes: Nodes, job: str, monkeypatch: pytest.MonkeyPatch, maps: int
+    shared: Nodes, job: str, monkeypatch: pytest.MonkeyPatch, maps: int
 ) -> None:
     """It maps the memory of the job's daemon, and then that of the holder; one of these fails once."""
     tensors = {"weight": torch.zeros(64)}
-    with StoreClientSync.connect(nodes.own.address) as client, client.open(job, tensors) as writer:
+    with StoreClientSync.connect(shared.own.address) as client, client.open(job, tensors) as writer:
         writer.put(tensors)
         writer.commit()
     really_map, are_short = Arena.map, [*[False] * maps, True]
@@ -484,13 +502,13 @@ def test_a_follower_goes_on_after_a_shortage_of_memory(
     monkeypatch.setattr(Arena, "map", map_later)
     order = FollowerOrder(
         job=job,
-        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
-        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
+        origin=Place.of(shared.own.address, NO_CREDENTIALS),
+        holder=Place.of(shared.holder.address, NO_CREDENTIALS),
         finish_seconds=20.0,
     )
     with following(order):
-        wait_until(lambda: step_of(nodes.holder, job) == 0)
-        wait_until(lambda: not replica_of(nodes.own, job).problem)
+        wait_until(lambda: step_of(shared.holder, job) == 0)
+        wait_until(lambda: not replica_of(shared.own, job).problem)
     assert not are_short
 
 
@@ -511,7 +529,7 @@ def test_a_follower_goes_on_with_the_token_that_has_replaced_its_own(tmp_path: P
     tensors = {"weight": torch.zeros(64)}
     with ExitStack() as stack:
         config = DAEMON | {"token_file": str(tokens)}
-        daemons = [stack.enter_context(Daemon(tmp_path / name / "state", config)) for name in ("own", "holder")]
+        daemons = [stack.enter_context(Daemon(tmp_path / name, config)) for name in ("own", "holder")]
         own, holder = daemons
         order = FollowerOrder(
             job=job,
@@ -540,14 +558,14 @@ def test_a_follower_goes_on_with_the_token_that_has_replaced_its_own(tmp_path: P
         wait_until(lambda: held() == 1)
 
 
-def test_a_full_holder_is_named(nodes: Nodes, tmp_path: Path, job: str) -> None:
+def test_a_full_holder_is_named(shared: Nodes, tmp_path: Path, job: str) -> None:
     with Daemon(tmp_path / "full", DAEMON | {"nvme_budget": "1MiB"}) as full:
         replica = {"addresses": [full.address], "timeout_seconds": 1.0}
         section: dict[str, Any] = {"replicas": 1, "replica": replica}
-        with started(nodes.own.address, job, width=256, **section) as engine:
+        with started(shared.own.address, job, width=256, **section) as engine:
             train(engine, range(1, 4))
             engine.wait_for_commit()
-            wait_until(lambda: "nvme_budget" in replica_of(nodes.own, job).problem)
+            wait_until(lambda: "nvme_budget" in replica_of(shared.own, job).problem)
         assert step_of(full, job) == -1
 
 
