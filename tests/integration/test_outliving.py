@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,13 +23,16 @@ import trainer_client
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from tests.integration.support.daemon import Daemon
-from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive
+from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive, outlive_all
 from tests.integration.support.outliving_run import RUN
 from tests.integration.support.training import build_model
 from tests.integration.support.waiting import wait_until
 from trainer_client import Credentials, DaemonRestartedError, Engine, StoreUnavailableError
 from trainer_client.transport.attachments import Survival
 from trainer_client.transport.rank_store import RankStore
+
+# The results of each rank, by the name of the run.
+Results: TypeAlias = dict[str, list[dict[str, Any]]]
 
 STEPS = 6
 
@@ -43,35 +46,69 @@ def offloaded(stage: int, device: str, **section: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "paramserver": section}
 
 
+PLACES = {
+    "stage-0": offloaded(0, ""),
+    "stage-1-host": offloaded(1, "cpu"),
+    "stage-2-nvme": offloaded(2, "nvme"),
+    "stage-3-host": offloaded(3, "cpu"),
+    "stage-3-nvme-streams": offloaded(3, "nvme"),
+    "stage-3-collective": offloaded(3, "nvme", gather="collective", early_updates=False),
+    "optimizer-on-device": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+}
+AT_EACH_PLACE = [
+    (1, "after backward 0"),
+    (2, "after step"),
+    (3, "forward"),
+    (3, "step"),
+    # After this kill the rank reads, in its next forward, values that the other rank handed over to the daemon that
+    # died.
+    (5, "before vote"),
+    (6, "backward"),
+]
+OF_ONE_NODE = [(1, "backward"), (2, "after step"), (4, "step"), (6, "forward")]
+EVERY_KIND = [
+    (1, "backward"),
+    (1, "after step"),
+    (2, "after forward 1"),
+    (2, "evaluation"),
+    (3, "after backward 0"),
+    (3, "change"),
+    (4, "step"),
+    (5, "forward"),
+    (5, "after backward 1"),
+    (6, "reading"),
+    (6, "close"),
+]
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of a run without kills. One run is enough, because every stage and placement computes the same bits
-    on two ranks."""
-    plan = make_plan(tmp_path_factory.mktemp("whole"), offloaded(3, "nvme"), steps=STEPS, accumulation=1)
-    return outlive(plan, 2)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The results of runs of two ranks without kills ("quiet" ones) and with kills."""
+    directory = tmp_path_factory.mktemp("trained")
+    nvme = offloaded(3, "nvme")
+    short: dict[str, Any] = {"steps": STEPS, "accumulation": 1}
+    plan = partial(make_plan, directory)
+    with Daemon(directory / "far", DAEMON) as far:
+        addresses = [f"unix:{directory / 'state' / 'paramserver.sock'}", far.address]
+        plans = [
+            plan(nvme, name="quiet", **short),
+            *(
+                plan(config, name=place, kills=AT_EACH_PLACE, prefer_streams=place.endswith("streams"), **short)
+                for place, config in PLACES.items()
+            ),
+            plan(nvme, name="two-nodes", kills=OF_ONE_NODE, addresses=addresses, **short),
+            plan(nvme, name="quiet-accumulation", steps=STEPS),
+            plan(nvme, name="every-kind", kills=EVERY_KIND, steps=STEPS),
+        ]
+        return outlive_all(plans, 2)
 
 
-def test_the_daemon_is_killed_at_every_kind_of_moment(tmp_path: Path) -> None:
+def test_the_daemon_is_killed_at_every_kind_of_moment(trained: Results) -> None:
     """The daemon is killed at many moments of a run of two ranks with accumulation, dropout, a schedule, evaluations
     and changes by hand. No rank is started anew."""
-    config = offloaded(3, "nvme")
-    whole = outlive(make_plan(tmp_path / "whole", config, steps=STEPS), 2)
-    kills = [
-        (1, "backward"),
-        (1, "after step"),
-        (2, "after forward 1"),
-        (2, "evaluation"),
-        (3, "after backward 0"),
-        (3, "change"),
-        (4, "step"),
-        (5, "forward"),
-        (5, "after backward 1"),
-        (6, "reading"),
-        (6, "close"),
-    ]
-    results = outlive(make_plan(tmp_path / "killed", config, steps=STEPS, kills=kills), 2)
+    results = trained["every-kind"]
 
-    assert differences(results, whole) == []
+    assert differences(results, trained["quiet-accumulation"]) == []
     # Some kills come while the next daemon is still starting, or when the run needs nothing more from it, so not every
     # kill causes a restart.
     assert all(len(result["restarts"]) >= 7 for result in results)
@@ -79,53 +116,18 @@ def test_the_daemon_is_killed_at_every_kind_of_moment(tmp_path: Path) -> None:
     assert any(again is not None for result in results for _, _, again in result["restarts"])
 
 
-@pytest.mark.parametrize(
-    ("config", "streams"),
-    [
-        pytest.param(offloaded(0, ""), False, id="stage-0"),
-        pytest.param(offloaded(1, "cpu"), False, id="stage-1-host"),
-        pytest.param(offloaded(2, "nvme"), False, id="stage-2-nvme"),
-        pytest.param(offloaded(3, "cpu"), False, id="stage-3-host"),
-        pytest.param(offloaded(3, "nvme"), True, id="stage-3-nvme-streams"),
-        pytest.param(offloaded(3, "nvme", gather="collective", early_updates=False), False, id="stage-3-collective"),
-        pytest.param(
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, False, id="optimizer-on-device"
-        ),
-    ],
-)
-def test_at_every_stage_and_placement(
-    tmp_path: Path, uninterrupted: list[dict[str, Any]], config: dict[str, Any], streams: bool
-) -> None:
-    kills = [
-        (1, "after backward 0"),
-        (2, "after step"),
-        (3, "forward"),
-        (3, "step"),
-        # After this kill the rank reads, in its next forward, values that the other rank handed over to the daemon that
-        # died.
-        (5, "before vote"),
-        (6, "backward"),
-    ]
-    plan = make_plan(tmp_path, config, steps=STEPS, accumulation=1, kills=kills, prefer_streams=streams)
-
-    results = outlive(plan, 2)
-
-    assert differences(results, uninterrupted) == []
-    assert all(len(result["restarts"]) >= 3 for result in results)
+@pytest.mark.parametrize("place", PLACES)
+def test_at_every_stage_and_placement(trained: Results, place: str) -> None:
+    """One run without kills is enough, because every stage and placement computes the same bits on two ranks."""
+    assert differences(trained[place], trained["quiet"]) == []
+    assert all(len(result["restarts"]) >= 3 for result in trained[place])
 
 
-def test_the_daemon_of_one_of_two_nodes_is_killed(tmp_path: Path, uninterrupted: list[dict[str, Any]]) -> None:
+def test_the_daemon_of_one_of_two_nodes_is_killed(trained: Results) -> None:
     """The other node's daemon keeps its commit, while the ranks hand the same commit over again to the new daemon of
     the first node."""
-    kills = [(1, "backward"), (2, "after step"), (4, "step"), (6, "forward")]
-    with Daemon(tmp_path / "far", DAEMON) as far:
-        addresses = [f"unix:{tmp_path / 'state' / 'paramserver.sock'}", far.address]
-        config = offloaded(3, "nvme")
-        plan = make_plan(tmp_path, config, steps=STEPS, accumulation=1, kills=kills, addresses=addresses)
-        results = outlive(plan, 2)
-
-    assert differences(results, uninterrupted) == []
-    near, other = (len(result["restarts"]) for result in results)
+    assert differences(trained["two-nodes"], trained["quiet"]) == []
+    near, other = (len(result["restarts"]) for result in trained["two-nodes"])
     assert near >= 3 and other == 0
 
 
@@ -139,100 +141,105 @@ NEW_JOB = [
     (0, "before commit 0"),
     (0, "after commit 0"),
 ]
+IMPORT = [
+    (0, "before open_job 0"),
+    (0, "after open_job 1"),
+    (0, "after begin_layout 1"),
+    (0, "before register_shards 1"),
+    (0, "after acquire_write 2"),
+    (0, "before publish 5"),
+    (0, "before commit 0"),
+    (0, "after commit 1"),
+]
+# By the name of a change of layout: the number of ranks before and after it, and the kills.
+RESUME = {
+    "same-layout": (2, 2, [(0, "after open_job 0"), (0, "before roll_back 0"), (0, "after roll_back 0")]),
+    "fewer-ranks": (
+        2,
+        1,
+        [
+            (0, "before begin_layout 0"),
+            (0, "after begin_layout 0"),
+            (0, "before put 0"),
+            (0, "after put 2"),
+            (0, "after commit 0"),
+        ],
+    ),
+    "more-ranks": (
+        1,
+        2,
+        [
+            (0, "after open_job 0"),
+            (0, "after register_shards 0"),
+            (0, "after put 1"),
+            (0, "before commit 0"),
+        ],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
-    """A function that returns the state directory and the results of two steps of a new job, by the number of ranks."""
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The results of two steps of new jobs on one rank ("-1") and on two, and of two more steps after a resume."""
+    directory = tmp_path_factory.mktemp("begun")
+    weights = {name: value for name, value in build_model(RUN).state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, directory / "model.safetensors")
+    nvme = offloaded(3, "nvme")
+    kept = offloaded(3, "nvme", kept_gradients="1GiB", early_updates=True)
+    recipes = offloaded(3, "nvme", kept_gradients=64, early_updates=False)
+    checkpoint = str(directory / "model.safetensors")
+    plan = partial(make_plan, directory)
+    results: Results = {}
+    for ranks in (1, 2):
+        plans = [
+            plan(nvme, name=f"values-{ranks}", steps=2),
+            plan(kept, name=f"values-{ranks}-killed", steps=2, kills=NEW_JOB),
+            plan(recipes, name=f"recipes-{ranks}", steps=2, derives=True),
+            plan(recipes, name=f"recipes-{ranks}-killed", steps=2, derives=True, kills=NEW_JOB),
+            plan(nvme, name=f"import-{ranks}", steps=2, checkpoint=checkpoint),
+            plan(nvme, name=f"import-{ranks}-killed", steps=2, checkpoint=checkpoint, kills=IMPORT),
+        ]
+        # Each of these jobs is resumed once.
+        for change, (before, _, _) in RESUME.items():
+            if before == ranks:
+                plans += [plan(nvme, name=f"begun-{job}", job=job, steps=2) for job in (change, f"{change}-killed")]
+        results |= outlive_all(plans, ranks)
+    for ranks in (1, 2):
+        plans = []
+        for change, (_, after, kills) in RESUME.items():
+            if after == ranks:
+                plans += [
+                    plan(nvme, name=change, steps=4, first_step=3),
+                    plan(nvme, name=f"{change}-killed", steps=4, first_step=3, kills=kills),
+                ]
+        results |= outlive_all(plans, ranks)
+    return results
 
-    @cache
-    def begin(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
-        directory = tmp_path_factory.mktemp(f"begun-{ranks}")
-        results = outlive(make_plan(directory, offloaded(3, "nvme"), steps=2), ranks)
-        return directory / "state", results
 
-    return begin
-
-
-@pytest.mark.parametrize("derives", [False, True], ids=["values", "recipes"])
+@pytest.mark.parametrize("first", ["values", "recipes"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(
-    tmp_path: Path, begun: Callable[[int], tuple[Path, list[dict[str, Any]]]], ranks: int, derives: bool
-) -> None:
+def test_the_daemon_is_killed_while_a_new_job_gets_its_first_values(begun: Results, ranks: int, first: str) -> None:
     """No recipe needs memory that is kept, and the random numbers of the run stay those that they are without kills."""
-    config = offloaded(3, "nvme", kept_gradients=64 if derives else "1GiB", early_updates=not derives)
-    if derives:
-        whole = outlive(make_plan(tmp_path / "whole", config, steps=2, derives=True), ranks)
-    else:
-        _, whole = begun(ranks)
+    results = begun[f"{first}-{ranks}-killed"]
 
-    results = outlive(make_plan(tmp_path / "killed", config, steps=2, derives=derives, kills=NEW_JOB), ranks)
-
-    assert differences(results, whole) == []
+    assert differences(results, begun[f"{first}-{ranks}"]) == []
     assert_all_went_on(results, least=5)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "kills"),
-    [
-        pytest.param(2, 2, ["after open_job 0", "before roll_back 0", "after roll_back 0"], id="same-layout"),
-        pytest.param(
-            2,
-            1,
-            ["before begin_layout 0", "after begin_layout 0", "before put 0", "after put 2", "after commit 0"],
-            id="fewer-ranks",
-        ),
-        pytest.param(
-            1, 2, ["after open_job 0", "after register_shards 0", "after put 1", "before commit 0"], id="more-ranks"
-        ),
-    ],
-)
-def test_the_daemon_is_killed_while_a_job_is_resumed(
-    tmp_path: Path,
-    begun: Callable[[int], tuple[Path, list[dict[str, Any]]]],
-    before: int,
-    after: int,
-    kills: list[str],
-) -> None:
-    config = offloaded(3, "nvme")
-    state, _ = begun(before)
-    sockets = shutil.ignore_patterns("*.sock", "*.sock.arena")
-    for name in ("whole", "killed"):
-        shutil.copytree(state, tmp_path / name / "state", ignore=sockets)
-    whole = outlive(make_plan(tmp_path / "whole", config, steps=4, first_step=3), after)
+@pytest.mark.parametrize("change", RESUME)
+def test_the_daemon_is_killed_while_a_job_is_resumed(begun: Results, change: str) -> None:
+    results = begun[f"{change}-killed"]
 
-    killed = make_plan(tmp_path / "killed", config, steps=4, first_step=3, kills=[(0, kill) for kill in kills])
-    results = outlive(killed, after)
-
-    assert differences(results, whole) == []
+    assert differences(results, begun[change]) == []
     assert_all_went_on(results, least=2)
 
 
-IMPORT = [
-    "before open_job 0",
-    "after open_job 1",
-    "after begin_layout 1",
-    "before register_shards 1",
-    "after acquire_write 2",
-    "before publish 5",
-    "before commit 0",
-    "after commit 1",
-]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_daemon_is_killed_while_the_checkpoint_of_a_new_job_is_imported(tmp_path: Path, ranks: int) -> None:
+def test_the_daemon_is_killed_while_the_checkpoint_of_a_new_job_is_imported(begun: Results, ranks: int) -> None:
     """Each import that is interrupted leaves nothing, so the job begins with the checkpoint as if nothing had been."""
-    weights = {name: value for name, value in build_model(RUN).state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, tmp_path / "model.safetensors")
-    options: dict[str, Any] = {"steps": 2, "checkpoint": str(tmp_path / "model.safetensors")}
-    config = offloaded(3, "nvme")
-    whole = outlive(make_plan(tmp_path / "whole", config, **options), ranks)
+    results = begun[f"import-{ranks}-killed"]
 
-    kills = [(0, moment) for moment in IMPORT]
-    results = outlive(make_plan(tmp_path / "killed", config, **options, kills=kills), ranks)
-
-    assert differences(results, whole) == []
+    assert differences(results, begun[f"import-{ranks}"]) == []
     assert_all_went_on(results, least=5)
 
 

@@ -1,7 +1,8 @@
-"""A training run whose daemon is killed: by rank 0 at the plan's moments, or by the test at any moment.
+"""Training runs whose daemon is killed: by rank 0 at the plan's moments, or by the test at any moment.
 
-Run as a program: `python -m tests.integration.support.outliving_run PLAN.json`, with the environment of torchrun. Each
-rank writes its results to a file. The training loop is an ordinary one, without code for restarts.
+Run as a program: `python -m tests.integration.support.outliving_run PLANS.json`, with the environment of torchrun. The
+ranks make one run after the other, and each rank writes its results of each run to a file. The training loop is an
+ordinary one, without code for restarts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Plan:
 
     Attributes:
         directory: the directory of the run's files.
+        name: the name of the run, which is part of the names of its files.
         lock_file: the lock in the daemon's state directory, which contains the daemon's pid.
         addresses: the address of each rank's daemon if the ranks are on several nodes; empty: the config has it.
         kills: the moments at which rank 0 kills the daemon: (step, name of a moment). The moments of step 0 are within
@@ -57,6 +59,7 @@ class Plan:
     """
 
     directory: str
+    name: str
     lock_file: str
     steps: int
     accumulation: int = 2
@@ -71,10 +74,10 @@ class Plan:
     daemon: dict[str, Any] = field(default_factory=dict)
 
     def results_file(self, rank: int) -> Path:
-        return Path(self.directory) / f"results-{rank}.pt"
+        return Path(self.directory) / f"results-{self.name}-{rank}.pt"
 
     def progress_file(self, rank: int) -> Path:
-        return Path(self.directory) / f"progress-{rank}"
+        return Path(self.directory) / f"progress-{self.name}-{rank}"
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -251,7 +254,8 @@ def run_rank(plan: Plan) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     try:
-        run_rank(Plan(**json.loads(Path(sys.argv[1]).read_text())))
+        for plan in json.loads(Path(sys.argv[1]).read_text()):
+            run_rank(Plan(**plan))
     finally:
         dist.destroy_process_group()
 
