@@ -341,6 +341,8 @@ class Tower(nn.Module):
 
 ROWS = 2048
 BOUNDARY = ROWS * 64 * 4
+# The bytes of the parameters of a block, and of their gradients.
+BLOCK = 4 * (2 * 64 * 256 + 256 + 64)
 
 
 @pytest.mark.parametrize("schedule", ["nothing late", "copies late"])
@@ -366,6 +368,7 @@ def test_boundaries_in_the_store_leave_the_device_as_much_memory_as_a_plan_says(
                     lag.synchronize()
                     peak = lag.memory_counters().peak_bytes
         measured.append(peak)
-    # If no copy is late, the plan's three boundaries on their way need not be there, and one of the two that stay.
+    # If no copy is late, the plan's three boundaries on their way need not be there, and one of the two that stay. At
+    # one of the two peaks, the device may have parameters or gradients of another unit than at the other one.
     assert planned[1] - planned[0] >= 4 * BOUNDARY
-    assert 0 <= (measured[1] - measured[0]) - (planned[1] - planned[0]) <= 4 * BOUNDARY
+    assert -BLOCK <= (measured[1] - measured[0]) - (planned[1] - planned[0]) <= 4 * BOUNDARY
