@@ -257,12 +257,7 @@ class _Lane:
             return list(self._began.values())
 
     def close(self) -> None:
-        """End the threads once the queue is empty."""
-        # The checker first passes the writes that it has on to the workers. It is closed after the workers, because
-        # they submit the reads that they have moved.
-        checked = threading.Event()
-        self._checker.submit(checked.set)
-        checked.wait()
+        """End the threads once all requests are finished, those included whose bytes are checked or read once more."""
         with self._lock:
             self._closing = True
             self._wanted.notify_all()
@@ -348,11 +343,11 @@ class _Lane:
         """Wait for requests; take the most urgent one with its neighbours in the file, and count them as begun.
 
         Returns:
-            The requests in the order of the file; empty if the lane is closed.
+            The requests in the order of the file; empty if the lane is closed and no request is left.
         """
         with self._lock:
             while (head := self._pop()) is None:
-                if self._closing:
+                if self._closing and not self.depth:
                     return []
                 self._wanted.wait()
             run = self._with_neighbours(head)
@@ -437,6 +432,8 @@ class _Lane:
     def _report(self, batch: _Batch) -> None:
         """Have the event loop resolve the batch's future. One wake-up serves all batches that finish before it."""
         batch.items.clear()
+        if self._closing and not self.depth:
+            self._wanted.notify_all()
         self._finished.append(batch)
         if len(self._finished) == 1:
             self._loop.call_soon_threadsafe(self._resolve)

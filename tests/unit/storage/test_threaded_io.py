@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -258,3 +259,27 @@ async def test_the_time_of_a_move_that_is_under_way_counts(tmp_path: Path, monke
         await moving
         assert 0 < first.busy_seconds < second.busy_seconds < io.load.busy_seconds
         assert io.load.busy_seconds == io.load.busy_seconds, "nothing is under way"
+
+
+async def test_bytes_that_are_wrong_while_the_engine_closes_are_read_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, gate = 0, Gate(monkeypatch)
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 1:
+            time.sleep(0.2)  # The worker that has moved the bytes looks for further work meanwhile.
+            raise DataLossError("wrong bytes")
+
+    async with io_on(tmp_path / "data", contents()) as io:
+        gate.close()
+        read = IoRequest(0, memoryview(mmap.mmap(-1, PAGE_BYTES)), check)
+        reading = asyncio.ensure_future(io.read([read], Priority.DEMAND))
+        await gate.reached(1)
+        asyncio.get_running_loop().call_later(0.2, gate.open)
+    async with asyncio.timeout(20):
+        await reading
+    assert checks == 2
+    assert read.buffer == expected(read)
