@@ -336,6 +336,8 @@ class RemoteTier:
             filled = [one for one, is_right in zip(filled, right, strict=True) if is_right]
         # The moves are compared by identity, because equality would compare the bytes.
         done = {id(move) for move, _, _ in filled}
+        self.counters.hits += len(filled)
+        self.counters.misses += len(reads) - len(filled)
         return [move for move, _, _ in reads if id(move) not in done]
 
     async def _read_from(self, source: Source, part: Sequence[RemoteRead]) -> list[RemoteRead]:
@@ -364,13 +366,11 @@ class RemoteTier:
             answers = list(itertools.islice(found, sum(1 for _ in _spans(copy, move))))
             if all(answers):
                 source.hits += 1
-                self.counters.hits += 1
                 source.bytes_read += len(move.buffer)
                 self.counters.bytes_read += len(move.buffer)
                 filled.append(RemoteRead(move, source, copy))
             else:
                 source.misses += 1
-                self.counters.misses += 1
                 self._drop(source, copy)
         self._judge(source)
         return filled

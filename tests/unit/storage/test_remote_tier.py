@@ -168,8 +168,12 @@ async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path) -> None:
     async with paired(tmp_path) as pair:
         training = await trained(pair)
         pair.lender.spoils = True
+        before, hits = pair.remote.lenders[0].hits, pair.remote.counters.hits
         await go_on(pair, training)
-        assert pair.remote.lenders[0].wrong_blocks > 0
+        lender = pair.remote.lenders[0]
+        assert lender.wrong_blocks > 0
+        # The lender has served the reads of wrong bytes, but each of them needed NVMe, too.
+        assert pair.remote.counters.hits - hits <= lender.hits - before - lender.wrong_blocks
         assert pair.borrower.nvme.damaged_blocks == 0
         assert sum("wrong bytes" in event for event in pair.events) == 1
         pair.lender.spoils = False
