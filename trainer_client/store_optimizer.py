@@ -18,7 +18,8 @@ from paramserver.contract.kinds import Kind, kind_name
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from trainer_client.errors import ConfigError
-from trainer_client.model.parameters import ModelParameter, from_ranges, to_ranges
+from trainer_client.index_ranges import from_ranges, to_ranges
+from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import check_settings
 from trainer_client.optimizers.registry import OPTIMIZERS, find_record
 from trainer_client.optimizers.torch_optimizer import OptimizerSection, ParameterGroup

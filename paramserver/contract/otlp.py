@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 Parent: TypeAlias = Any
 
 # Three environment variables of OpenTelemetry. The first has further metadata for the collector, such as its key; the
-# second has the file of the authorities (PEM) that sign its certificate. The third is "true" in processes that must
-# not send spans.
+# second has the file of the authorities (PEM) that sign its certificate. If the third is "true", the process sends no
+# spans.
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 AUTHORITIES_VARIABLE = "OTEL_EXPORTER_OTLP_CERTIFICATE"
 DISABLED_VARIABLE = "OTEL_SDK_DISABLED"

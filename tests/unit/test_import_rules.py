@@ -49,7 +49,7 @@ FLOORS = {
         "__main__",
     ),
     "trainer_client": (
-        "arguments errors interface_version log_context own_memory own_packages recorder standing",
+        "arguments errors index_ranges interface_version log_context own_memory own_packages recorder standing",
         "as_deepspeed device lanes section",
         "accelerator comm not_built optimizers ranks schedules transport",
         "config data_parallel moe ops pipe sequence",

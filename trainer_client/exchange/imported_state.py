@@ -14,7 +14,7 @@ import torch
 
 from trainer_client.errors import ClientStateError
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor
-from trainer_client.model.parameters import to_ranges
+from trainer_client.index_ranges import to_ranges
 from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run import client_state
 from trainer_client.run.stored_state import sort_counts, sort_groups

@@ -21,7 +21,7 @@ import torch
 
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
-from trainer_client.model.parameters import from_ranges
+from trainer_client.index_ranges import from_ranges
 from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.client_sync import StoreClientSync

@@ -5,7 +5,7 @@ This module owns the rule which parameters the store can hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -66,22 +66,3 @@ def note_new_values(parameters: Iterable[ModelParameter]) -> None:
     store, and in flat buffers, which do not share the version counters of the parameters.
     """
     torch.autograd.graph.increment_version([parameter.tensor for parameter in parameters])
-
-
-def to_ranges(indexes: Iterable[int]) -> list[list[int]]:
-    """Return the runs of consecutive indexes as [first, last], for a commit.
-
-    A model may have some hundred thousand parameters.
-    """
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and ranges[-1][1] == index - 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    return ranges
-
-
-def from_ranges(ranges: Iterable[Sequence[int]]) -> list[int]:
-    """Return the indexes of which `to_ranges` made the ranges."""
-    return [index for first, last in ranges for index in range(first, last + 1)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_client.errors import RankMismatchError
+from trainer_client.index_ranges import to_ranges
 from trainer_client.ranks.collectives import Collectives
 
 _DIGEST_BYTES = 16
@@ -168,12 +169,7 @@ def _who_has_what(values: Sequence[str], ranks: Iterable[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
+    ranges = to_ranges(ranks)
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_SHOWN_RANGES]]
     if len(ranges) > _SHOWN_RANGES:
         shown.append("...")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_client.model.parameters import ModelParameter, from_ranges
+from trainer_client.index_ranges import from_ranges
+from trainer_client.model.parameters import ModelParameter
 from trainer_client.run import client_state
 from trainer_client.run.stored_state import counts_of, groups_of
 from trainer_client.store_optimizer import StoreOptimizer

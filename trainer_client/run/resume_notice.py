@@ -14,6 +14,7 @@ import torch
 
 from paramserver.contract.printable import printable
 from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.index_ranges import from_ranges
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.imported import describe_origin, is_imported
@@ -231,7 +232,7 @@ class _Differences:
             self._note_todays(key, stored, today)
 
     def _compare_trained(self, then: MadeWith) -> None:
-        before, now = set(_indexes(then.trained)), set(_indexes(self._now.trained))
+        before, now = set(from_ranges(then.trained)), set(from_ranges(self._now.trained))
         for word, other, changed in (("trained", "frozen", now - before), ("frozen", "trained", before - now)):
             if changed:
                 names = [self._user.parameters[index].fqn for index in sorted(changed)]
@@ -255,11 +256,6 @@ def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}[{index}]")
     else:
         yield path, plain(state)
-
-
-def _indexes(ranges: Sequence[Sequence[int]]) -> Iterator[int]:
-    for first, last in ranges:
-        yield from range(first, last + 1)
 
 
 def _short(value: Any) -> str:

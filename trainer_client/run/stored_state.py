@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_client.errors import ClientStateError
-from trainer_client.model.parameters import from_ranges, to_ranges
+from trainer_client.index_ranges import from_ranges, to_ranges
 from trainer_client.run import client_state
 
 # The entries that earlier versions did not commit, with the value that stands for "was not recorded".
