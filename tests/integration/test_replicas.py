@@ -109,6 +109,12 @@ def step_of(daemon: Daemon, job: str) -> int:
     return found.committed_step if found is not None and found.HasField("committed_step") else -1
 
 
+def order_of(nodes: Nodes, job: str, *, finish_seconds: float) -> FollowerOrder:
+    """Return the order to copy a job from the first node to the second one."""
+    own, holder = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (nodes.own, nodes.holder))
+    return FollowerOrder(job=job, origin=own, holder=holder, finish_seconds=finish_seconds)
+
+
 def replica_of(daemon: Daemon, job: str) -> admin_pb.JobInfo.Replica:
     """Return what the daemon of a job knows of its replica."""
     found = job_info(daemon, job)
@@ -398,12 +404,8 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
 ) -> None:
     """The holder is lost for good. Its follower tries until its time is over, beside a run with another config."""
     tensors = {"weight": torch.zeros(64)}
-    order = FollowerOrder(
-        job=job,
-        origin=Place.of(shared.own.address, NO_CREDENTIALS),
-        holder=Place.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS),
-        finish_seconds=1.0,
-    )
+    gone = Place.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS)
+    order = replace(order_of(shared, job, finish_seconds=1.0), holder=gone)
     with StoreClientSync.connect(shared.own.address) as client:
         with client.open(job, tensors) as writer:
             writer.put(tensors)
@@ -425,12 +427,7 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_it_has_r
 ) -> None:
     """The holder is away until a run without replicas has opened the job. It gets the newest step all the same."""
     tensors = {"weight": torch.zeros(64)}
-    order = FollowerOrder(
-        job=job,
-        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
-        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
-        finish_seconds=60.0,
-    )
+    order = order_of(nodes, job, finish_seconds=60.0)
     nodes.holder.kill()
     with StoreClientSync.connect(nodes.own.address) as client:
         with client.open(job, tensors) as writer:
@@ -462,12 +459,7 @@ def test_a_follower_ends_though_it_has_heard_of_a_step_that_was_rolled_back(
             writer.put(tensors)
             writer.commit()
     nodes.holder.kill()
-    order = FollowerOrder(
-        job=job,
-        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
-        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
-        finish_seconds=1.0,
-    )
+    order = order_of(nodes, job, finish_seconds=1.0)
     follower = Follower(order, lambda _: None)
     thread = threading.Thread(target=follower.run)
     with ExitStack() as stack:
@@ -500,12 +492,7 @@ def test_a_follower_goes_on_after_a_shortage_of_memory(
         return really_map(*arguments, **options)
 
     monkeypatch.setattr(Arena, "map", map_later)
-    order = FollowerOrder(
-        job=job,
-        origin=Place.of(shared.own.address, NO_CREDENTIALS),
-        holder=Place.of(shared.holder.address, NO_CREDENTIALS),
-        finish_seconds=20.0,
-    )
+    order = order_of(shared, job, finish_seconds=20.0)
     with following(order):
         wait_until(lambda: step_of(shared.holder, job) == 0)
         wait_until(lambda: not replica_of(shared.own, job).problem)
@@ -580,12 +567,7 @@ def test_a_replica_is_a_whole_step_whenever_the_daemon_that_it_is_of_is_killed(n
     """Each step writes its number into all tensors but one, so a mixture of two steps would be seen."""
     rng = random.Random(7)
     tensors = {f"layer.{number}": torch.zeros(64, 1024) for number in range(12)} | {"frozen": torch.zeros(512)}
-    order = FollowerOrder(
-        job=job,
-        origin=Place.of(nodes.own.address, NO_CREDENTIALS),
-        holder=Place.of(nodes.holder.address, NO_CREDENTIALS),
-        finish_seconds=20.0,
-    )
+    order = order_of(nodes, job, finish_seconds=20.0)
     seen: list[int] = []
     with ExitStack() as daemons, following(order):
         own = nodes.own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ for package in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.co
     pytest.importorskip(package, reason="needs the extra `telemetry`: pip install 'paramserver[telemetry]'")
 
 from paramserver.contract.otlp import SpanSender  # noqa: E402
-from tests.integration.support.otlp_collector import collecting  # noqa: E402
+from tests.integration.support.otlp_collector import Collector, collecting  # noqa: E402
 
 # More calls than the steps that are remembered of a job.
 CALLS = 40
@@ -34,6 +35,19 @@ class Call:
 
     def invocation_metadata(self) -> Any:
         return () if self.step is None else ((TRACEPARENT, f"00-{self.step:032x}-{self.step:016x}-01"),)
+
+
+def note_spans(telemetry: Telemetry, began: Mapping[str, float]) -> None:
+    """Have an update noted at each time, whose group has the name of the time."""
+    for name, at in began.items():
+        label = f"{Layout().name}\nlayout/{name}/step"
+        span = Span(activity=Activity.UPDATE, label=label, began_seconds=at, ended_seconds=at, nbytes=0)
+        telemetry.note_span(span)
+
+
+def steps_of(collector: Collector) -> dict[str, int]:
+    """Return the step below which the collector has each update."""
+    return {str(span.attributes["paramserver.subject"]): int(span.parent_id, 16) for span in collector.spans}
 
 
 async def test_late_calls_of_a_rank_that_is_behind_begin_no_step_anew(tmp_path: Path) -> None:
@@ -56,13 +70,10 @@ async def test_late_calls_of_a_rank_that_is_behind_begin_no_step_anew(tmp_path: 
             began["in 3, later"] = time.monotonic()
             call(2)
             began["after a call of 2"] = time.monotonic()
-            for name, at in began.items():
-                label = f"{Layout().name}\nlayout/{name}/step"
-                span = Span(activity=Activity.UPDATE, label=label, began_seconds=at, ended_seconds=at, nbytes=0)
-                telemetry.note_span(span)
+            note_spans(telemetry, began)
         sender.close()
 
-    found = {str(span.attributes["paramserver.subject"]): int(span.parent_id, 16) for span in collector.spans}
+    found = steps_of(collector)
     assert found == {"in 1/step": 1, "in 2/step": 2, "in 3/step": 3, "in 3, later/step": 3, "after a call of 2/step": 3}
 
 
@@ -93,12 +104,9 @@ async def test_a_rank_that_is_behind_in_a_step_without_a_trace_does_not_end_a_tr
                 sessions.end(session, "closed", is_closed=True)
             await join(sessions, other := connect(sessions), Layout().job(), run_id="another")
             call(other, None, "another run")
-            for name, at in began.items():
-                label = f"{Layout().name}\nlayout/{name}/step"
-                span = Span(activity=Activity.UPDATE, label=label, began_seconds=at, ended_seconds=at, nbytes=0)
-                telemetry.note_span(span)
+            note_spans(telemetry, began)
         sender.close()
 
-    found = {str(span.attributes["paramserver.subject"]): int(span.parent_id, 16) for span in collector.spans}
+    found = steps_of(collector)
     in_two = ("one rank is in 2", "the other one still ends 1", "both are in 2")
     assert found == {f"{name}/step": 2 for name in in_two}
