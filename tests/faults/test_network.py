@@ -7,7 +7,6 @@ namespaces they have loopback addresses, and one is behind a proxy.
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.faults.network import CLEAR, Link, Proxy, Weather, why_no_link
 from tests.faults.remote_rank import RemoteRank
 from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Rank
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
@@ -79,7 +79,7 @@ def whole_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     directory = tmp_path_factory.mktemp("network")
     with ExitStack() as cleanup:
         link = cleanup.enter_context(Link()) if NO_LINK is None else None
-        host, port = (link.host, 7777) if link else ("127.0.0.3", _free_port("127.0.0.3"))
+        host, port = (link.host, 7777) if link else ("127.0.0.3", free_port("127.0.0.3"))
         listening = config | {"listen": f"{host}:{port}", "insecure": True}
         far = cleanup.enter_context(Daemon(directory / "far", listening, prefix=link.prefix if link else ()))
         near = cleanup.enter_context(Daemon(directory / "near", config, prefix=("unshare", "--net") if link else ()))
@@ -105,11 +105,6 @@ def place(whole_place: Place) -> Iterator[Place]:
                 admin.DeleteJob(admin_pb.DeleteJobRequest(job=job.name), timeout=20)
     # The scrubber may be reading a version of a deleted job, whose bytes are free when that read has ended.
     wait_until(lambda: whole_place.usage() == before)
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def layout(numel: int = 300_001) -> Layout:

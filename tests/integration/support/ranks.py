@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,11 +18,18 @@ from tests.integration.support.forked import Forked
 END_SECONDS = 400.0
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port at which no process listens, below those that the kernel chooses.
+
+    The kernel gives the ports that it chooses to connections, too, so a connection of another process could get such a
+    port before the caller's process listens there.
+    """
+    chosen_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(chosen_from // 2, chosen_from)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind((host, port))
+            return port
 
 
 def _environments(world_size: int) -> list[Mapping[str, str]]:
