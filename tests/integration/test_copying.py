@@ -574,6 +574,21 @@ def test_a_damaged_or_foreign_backup_is_refused_and_changes_nothing(
     wait_until(lambda: (used(stores.second), jobs(stores.second)) == (before, known))
 
 
+def test_a_backup_beside_a_damaged_one_is_refused_before_anything_is_written(
+    stores: Stores, backed_up: Backup, tmp_path: Path
+) -> None:
+    job, backup = backed_up.job, backed_up.copy_to(tmp_path)
+    flip_a_byte(min((backup / "steps").iterdir()))
+    before = sorted(backup.rglob("*"))
+    for keep in ((), ("--keep-last", "2")):
+        error = admin("backup", job, str(backup), *keep, "--address", stores.first.address, code=1)
+        assert "is damaged or cut off" in " ".join(error.split())
+        assert sorted(backup.rglob("*")) == before
+    # A damaged backup that would not be kept anyway does not matter.
+    made = admin_json("backup", job, str(backup), "--keep-last", "1", "--address", stores.first.address)
+    assert made["steps"] == [1]
+
+
 def test_a_backup_is_of_one_job_and_only_in_its_own_directory(
     stores: Stores, backed_up: Backup, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,6 +222,8 @@ class _Writing:
             label = {"format": _FORMAT, "version": _VERSION, "job": self._step.step.job}
             self._files.write(_LABEL, [json.dumps(label).encode()])
         latest = _read(self._files, former[-1]) if former else None
+        # These manifests are read before anything is written, so that a damaged one leaves the backup as it is.
+        kept = self._kept(former, keep_last)
         slabs = {} if latest is None else self._unchanged(latest)
         same_bytes = sum(stored.size_bytes for stored in slabs.values())
         self._report(same_bytes)
@@ -243,7 +245,7 @@ class _Writing:
             },
         )
         self._files.write(manifest.name, [manifest.to_text().encode()])
-        self._prune(manifest, keep_last)
+        self._prune(kept | {manifest.name: manifest})
         return BackupResult(
             destination=self._files.name,
             job=self._step.step.job,
@@ -292,16 +294,20 @@ class _Writing:
         self._files.write(f"{_SHARDS}/{name}", counted())
         return _StoredBytes(file=name, size_bytes=size, digest=digest.hexdigest())
 
-    def _prune(self, newest: _Manifest, keep_last: int | None) -> None:
-        """Remove older backups that are not kept, former backups of the same commit, and files without a manifest."""
-        names = _manifests(self._files)
-        kept = {newest.name: newest}
-        for name in reversed(names):
-            if name not in kept and (keep_last is None or len(kept) < keep_last):
-                manifest = _read(self._files, name)
-                if (manifest.step.origin, manifest.step.step.layout) != (newest.step.origin, newest.step.step.layout):
-                    kept[name] = manifest
-        for name in names:
+    def _kept(self, former: Sequence[str], keep_last: int | None) -> dict[str, _Manifest]:
+        """Return the former backups that stay beside the new one; a backup of the same commit does not stay."""
+        kept: dict[str, _Manifest] = {}
+        for name in reversed(former):
+            if keep_last is not None and len(kept) + 1 >= keep_last:
+                break
+            manifest = _read(self._files, name)
+            if (manifest.step.origin, manifest.step.step.layout) != (self._step.origin, self._step.step.layout):
+                kept[name] = manifest
+        return kept
+
+    def _prune(self, kept: Mapping[str, _Manifest]) -> None:
+        """Remove the other backups, and files without a manifest."""
+        for name in _manifests(self._files):
             if name not in kept:
                 self._files.remove(name)
         used = {stored.file for manifest in kept.values() for stored in manifest.stored}
