@@ -29,6 +29,7 @@ from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.extra_states import ExtraStates
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
@@ -312,6 +313,7 @@ def _make_run_state(
         data=user.data,
         device=rank.collectives.device,
         plain=PlainState(user.module, user.parameters),
+        extra_states=ExtraStates(user.module, is_loud=rank.collectives.rank == 0),
         made_with=made_with if rank.collectives.rank == 0 else None,
         rolled_back=job.rolled_back,
     )

@@ -290,7 +290,7 @@ class EngineStates(EngineCore):
                 in name and shape is loaded.
             load_optimizer_states: False: optimizer states, their counts and the loss scale stay as they are.
             load_lr_scheduler_states: False: the schedule stays as it is.
-            load_module_only: whether nothing but weights and buffers is loaded.
+            load_module_only: whether nothing but weights, buffers and extra states of modules is loaded.
             custom_load_fn: only None is possible, because the values go from the store into the store.
 
         Returns:
@@ -317,7 +317,9 @@ class EngineStates(EngineCore):
             return None, None
         with self._changing():
             self._checkpoints.hand_over(loaded, self._commits.next, with_states=with_states)
-            if not load_module_only:
+            if load_module_only:
+                self._run_state.restore_extra_states(loaded.run_state)
+            else:
                 progress = self._run_state.restore(
                     loaded.run_state, optimizer=load_optimizer_states, lr_scheduler=load_lr_scheduler_states
                 )

@@ -168,6 +168,31 @@ def test_a_buffer_on_the_meta_device_has_the_value_in_the_files(model_store: str
     model.paramserver_engine.close()
 
 
+class Scaled(nn.Linear):
+    """A layer whose scale is an extra state, as in layers of quantizing libraries."""
+
+    scale = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.scale)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = float(state)
+
+
+def test_extra_states_are_those_that_the_trainer_has_committed(model_store: str, job: str) -> None:
+    trained, model = nn.Sequential(Scaled(8, 2)), nn.Sequential(Scaled(8, 2))
+    trained.load_state_dict(trained.state_dict() | {"0._extra_state": torch.tensor(3.0)})
+    full = output_of(trained)
+    config = config_for(model_store, job) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    trainer_client.initialize(model=trained, config=config)[0].close()
+    with opened(model, config_for(model_store, job)) as engine:
+        assert torch.equal(output_of(engine), full)
+
+
 def test_buffers_that_a_commit_does_not_have_are_named(
     model_store: str, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -382,6 +382,39 @@ def test_extra_states_of_modules_are_in_the_state_of_the_model(model_store: str,
         assert plain[0].calls == 1 and torch.equal(plain[0].weight, weights["0.weight"])
 
 
+class Opaque(Counted):
+    """A layer whose extra state torch does not load with `weights_only=True`."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return super().get_extra_state() | {"layer": object()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_goes_on_with_the_extra_states_of_its_modules(
+    model_store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
+) -> None:
+    _, config = small(model_store, "extra-resumed", stage)
+    with start(nn.Sequential(Counted(4, 4), Counted(4, 1)), config) as engine:
+        loss_of_step(engine)
+        loss_of_step(engine)
+        engine.save_checkpoint(tmp_path)
+        loss_of_step(engine)
+    resumed: Any = nn.Sequential(Counted(4, 4), Opaque(4, 1))
+    with start(resumed, config) as engine:
+        assert [layer.calls for layer in resumed] == [3, 3]
+        for module_only in (True, False):
+            loss_of_step(engine)
+            engine.load_checkpoint(tmp_path, load_module_only=module_only)
+            assert [layer.calls for layer in resumed] == [2, 2]
+        loss_of_step(engine)
+    # The commits leave the opaque state out. The run says so once, and so does a later run that begins without it.
+    assert caplog.text.count("commits do not have 1._extra_state") == 1
+    again: Any = nn.Sequential(Counted(4, 4), Counted(4, 1))
+    with start(again, config):
+        assert [layer.calls for layer in again] == [3, 0]
+    assert "Today's values count for: 1._extra_state, which the commit does not have." in caplog.text
+
+
 def test_a_model_whose_only_child_is_called_module_loads_its_own_names(model_store: str) -> None:
     """The names of its state begin as those of the engine's state do."""
 

@@ -33,6 +33,7 @@ from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.unit_policy import UnitPolicy
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.extra_states import ExtraStates
 from trainer_client.run.node_store import choose_device, find_store, join_processes
 from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -167,6 +168,7 @@ def _read(
                 tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
         check_fit(parameters, weights.tensors, f"step {weights.step} of job {section.job!r}")
         _fill_buffers(model, weights, device)
+        ExtraStates(model, is_loud=True).restore(weights.extra_states)
         cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
     except BaseException:
         weights.close()

@@ -181,6 +181,7 @@ class StepWeights:
         tensors: the step's parameters by name.
         aliases: for each further name of a tied parameter, the parameter's name in `tensors`.
         buffers: the buffers that the trainer has committed with the step, by name.
+        extra_states: the encoded extra states of the trainer's modules, by name.
         left_out: the names of the buffers, and of other entries of the state dict, that the commit has not.
     """
 
@@ -205,19 +206,20 @@ class StepWeights:
                     f"step {self.step} of job {job!r}: this store has only a part of {tensor.fqn!r}, because the ranks "
                     "of the job are attached to several stores; export the step, and import it into this store",
                 )
-        model = self._committed_model()
+        state = self._committed_state()
+        model: Mapping[str, Any] = state.get("model") or {}
         self.aliases: Mapping[str, str] = model.get("aliases", {})
         self.buffers: Mapping[str, torch.Tensor] = model.get("buffers", {})
+        self.extra_states: Mapping[str, Mapping[str, str]] = state.get("extra_states") or {}
         self.left_out: tuple[str, ...] = tuple(model.get("left_out", ()))
 
-    def _committed_model(self) -> Mapping[str, Any]:
-        """Return the names and buffers in a trainer's commit; an empty mapping if no trainer has committed the step."""
+    def _committed_state(self) -> Mapping[str, Any]:
+        """Return the state in the commit of rank 0; an empty mapping if no trainer has committed the step."""
         try:
             encoded = self._reader.client_state(0)
         except StoreNotFoundError:
             return {}
-        model: Mapping[str, Any] | None = decode_stored(encoded)["model"] if encoded else None
-        return model or {}
+        return decode_stored(encoded) if encoded else {}
 
     @property
     def arena_bytes(self) -> int:

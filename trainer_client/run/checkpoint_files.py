@@ -8,9 +8,7 @@ never trust a file: each is verified before it is used.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -154,20 +152,9 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
         CheckpointError: torch would not load the state with `weights_only=True`.
     """
     try:
-        return {"json": client_state.encode(state).decode()}
+        return client_state.encode_freely(state)
     except ClientStateError as error:
-        refused = error
-    buffer = io.BytesIO()
-    try:
-        torch.save(dict(state), buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
-        raise CheckpointError(
-            f"save_checkpoint(client_state=...): {refused}. Other types must load with torch.load(weights_only=True), "
-            f"and do not: {error}"
-        ) from error
-    return {"torch": base64.b64encode(buffer.getvalue()).decode()}
+        raise CheckpointError(f"save_checkpoint(client_state=...): {error}") from error
 
 
 def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
@@ -176,13 +163,8 @@ def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
     It can raise CheckpointError, which names `path`.
     """
     try:
-        if "json" in encoded:
-            return client_state.decode(encoded["json"].encode())
-        # The device that a tensor was saved on may not be there.
-        content = io.BytesIO(base64.b64decode(encoded["torch"]))
-        loaded = torch.load(content, map_location="cpu", weights_only=True)
-        return dict(loaded)
-    except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
+        return client_state.decode_freely(encoded)
+    except ClientStateError as error:
         raise CheckpointError(f"{path}: its client state cannot be read: {error}") from error
 
 

@@ -333,7 +333,8 @@ class Checkpoints:
             for name, value in buffers.items()
             if name in own and isinstance(value, torch.Tensor) and own[name].shape == value.shape
         }
-        if rank == 0 and (left_out := [name for name in self._plain.names if name not in buffers]):
+        found_names = {*buffers, *(state["extra_states"] or ())}
+        if rank == 0 and (left_out := [name for name in self._plain.names if name not in found_names]):
             log.warning("%s does not have these parts of the model, which stay: %s", path, ", ".join(left_out))
         return Loaded(
             path=path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import logging
 import numbers
@@ -47,6 +48,45 @@ def decode(encoded: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ClientStateError(f"the stored client state cannot be read: {error}") from error
     raise ClientStateError(f"the stored client state has format {document['format']}, this version reads {FORMAT}")
+
+
+def encode_freely(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return an encoded state under the name of its format: "json" or, if it has types that JSON lacks, "torch".
+
+    Raises:
+        ClientStateError: torch would not load the state with `weights_only=True`.
+    """
+    try:
+        return {"json": encode(state).decode()}
+    except ClientStateError as error:
+        refused = error
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(state), buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
+        raise ClientStateError(
+            f"{refused}. Other types must load with torch.load(weights_only=True), and do not: {error}"
+        ) from error
+    return {"torch": base64.b64encode(buffer.getvalue()).decode()}
+
+
+def decode_freely(encoded: Mapping[str, str]) -> dict[str, Any]:
+    """Return the state of which `encode_freely` made `encoded`, with its tensors on the CPU.
+
+    Raises:
+        ClientStateError: it cannot be read.
+    """
+    try:
+        if "json" in encoded:
+            return decode(encoded["json"].encode())
+        # The device that a tensor was saved on may not be there.
+        content = io.BytesIO(base64.b64decode(encoded["torch"]))
+        loaded = torch.load(content, map_location="cpu", weights_only=True)
+        return dict(loaded)
+    except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
+        raise ClientStateError(f"the stored state cannot be read: {error}") from error
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

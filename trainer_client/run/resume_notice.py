@@ -17,6 +17,7 @@ from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.index_ranges import from_ranges
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.extra_states import modules_with_extra_state
 from trainer_client.run.imported import describe_origin, is_imported
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import DECOUPLED, MadeWith, as_made, config_facts, has_own_rates, plain, stored_groups
@@ -119,7 +120,7 @@ class _Differences:
         self._compare_groups()
         self._compare_scheduler()
         self._compare_data()
-        self._compare_buffers()
+        self._compare_model()
         if self._then is not None:
             self._compare_facts(self._then)
             self._compare_trained(self._then)
@@ -212,11 +213,14 @@ class _Differences:
                 if stored[key] != now[key]:
                     self._note_todays(name, stored[key], now[key])
 
-    def _compare_buffers(self) -> None:
+    def _compare_model(self) -> None:
         own = {name for name, _ in self._user.module.named_buffers(remove_duplicate=False)}
         model = self._state["model"] or {}
         if larger := [name for name in model.get("left_out", ()) if name in own]:
             self._todays.append(f"{_listed(larger)}, buffers that are too large for a commit")
+        stored = self._state["extra_states"] or {}
+        if missing := [name for name in modules_with_extra_state(self._user.module) if name not in stored]:
+            self._todays.append(f"{_listed(missing)}, which the commit does not have")
 
     def _compare_facts(self, then: MadeWith) -> None:
         # If one side lacks a fact, the version that made the commit did not record it, or this version does not record

@@ -15,6 +15,7 @@ import torch
 from trainer_client.model.plain_state import PlainState
 from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.run.extra_states import ExtraStates
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
@@ -67,6 +68,7 @@ class RunState:
         data: TrainingLoader | None,
         device: torch.device,
         plain: PlainState,
+        extra_states: ExtraStates,
         made_with: MadeWith | None,
         rolled_back: RollBacks,
     ) -> None:
@@ -81,6 +83,7 @@ class RunState:
         self._data = data
         self._device = device
         self._plain = plain
+        self._extra_states = extra_states
         self._rolled_back = dict(rolled_back)
         self._made_with = made_with
         # The text is made once, because every commit carries it.
@@ -121,6 +124,7 @@ class RunState:
                 "random": client_state.random_states(self._device),
                 "data": None if self._data is None else self._data.state_dict(),
                 **self._model_entries(),
+                "extra_states": self._extra_states.to_commit(),
                 "user": user,
                 "made_at": time.time(),
                 "made_with": self._made_with_text,
@@ -174,6 +178,7 @@ class RunState:
             )
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])
+        self.restore_extra_states(state)
         client_state.restore_random_states(state["random"], self._device)
         if self._made_with is not None:
             self._made_with = self._made_with.going_on_from(state)
@@ -187,3 +192,7 @@ class RunState:
         return Progress(
             global_steps=counters["global_steps"], global_samples=counters["global_samples"], micro_steps=micro_steps
         )
+
+    def restore_extra_states(self, state: Mapping[str, Any]) -> None:
+        """Give the model's modules the extra states in the decoded state of a commit. It can raise ClientStateError."""
+        self._extra_states.restore(state["extra_states"])

@@ -16,7 +16,7 @@ from trainer_client.run import client_state
 # The entries that earlier versions did not commit, with the value that stands for "was not recorded".
 _ENTRIES = (
     *("model", "buffers", "made_at", "made_with", "imported", "rolled_back", "sorted_counts"),
-    *("lr_scheduler_class", "sorted_groups"),
+    *("lr_scheduler_class", "sorted_groups", "extra_states"),
 )
 
 
