@@ -17,6 +17,7 @@ from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.device import CPU
 from trainer_client.engine import Engine
 from trainer_client.engine_core import EngineParts
 from trainer_client.errors import ConfigError
@@ -253,6 +254,7 @@ def _make_residency(rank: RankContext, job: Job) -> Residency:
         kept_elements=rank.settings.zero_optimization.stage3_max_live_parameters,
         is_alone=job.sharers == 1,
         recorder=rank.recorder,
+        stopwatch=job.lanes.stopwatch,
     )
 
 
@@ -327,5 +329,6 @@ def _make_reporter(
         world_size=rank.collectives.world_size,
         sharers=job.sharers,
         data_plane=rank.store.plane.name,
+        is_on_device=rank.collectives.device.type != CPU,
     )
     return Reporter(rank.recorder, residency.counters, rank.store, place, traces)

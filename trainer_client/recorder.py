@@ -111,6 +111,9 @@ class StepSums:
         restarts: number of restarts of the store daemon.
         boundary_bytes: bytes of the boundaries of activation checkpoints that were saved, and of those moved to the
             store.
+        device_seconds: seconds that an accelerator computed what the model does, by phase.
+        to_device_bytes: bytes that were copied to the accelerator.
+        to_device_seconds: seconds that the accelerator took for these copies.
     """
 
     began: float
@@ -122,6 +125,9 @@ class StepSums:
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     restarts: int = 0
     boundary_bytes: Counter[str] = field(default_factory=Counter)
+    device_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    to_device_bytes: int = 0
+    to_device_seconds: float = 0.0
 
 
 class Stopwatch(Protocol):
@@ -160,6 +166,11 @@ class Recorder:
     @property
     def is_tracing(self) -> bool:
         return bool(self._traces)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step that is now, as phases.py names it."""
+        return self._phase
 
     @property
     def step_began(self) -> float:
@@ -236,6 +247,15 @@ class Recorder:
     def boundary(self, **nbytes: int) -> None:
         """Add bytes of boundaries that were `saved`, `moved` to the store, or freed to be computed `again`."""
         self._sums.boundary_bytes.update(nbytes)
+
+    def computed(self, phase: str, began: float, ended: float) -> None:
+        """Add a time in which the accelerator did the model's work of a phase, without waits for copies."""
+        self._sums.device_seconds[phase] += ended - began
+
+    def copied_to_device(self, nbytes: int, began: float, ended: float) -> None:
+        """Add a copy from host memory to the accelerator."""
+        self._sums.to_device_bytes += nbytes
+        self._sums.to_device_seconds += ended - began
 
     def restarted(self) -> None:
         """Count a restart of the store daemon; on any thread."""

@@ -34,6 +34,8 @@ from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.config.loading import load_config
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.rehearsal import rehearse
+from trainer_client.report import reporter
+from trainer_client.report.step_report import StepReport, make_report
 from trainer_client.step import gradients
 from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
@@ -271,6 +273,27 @@ def test_copies_run_under_the_computation(configs: Configs) -> None:
         of_blocks = [span for span in copies if span.engine == engine]
         assert len(of_blocks) >= 3 * 8
         assert lag.hidden_share([*kernels, *of_blocks], {engine}) > 0.9
+
+
+def test_the_reports_of_steps_have_the_times_of_the_device(configs: Configs) -> None:
+    """In virtual time, in which the host gives the device all work of a step at once."""
+    spans: list[lag.Span] = []
+    reports: list[StepReport] = []
+
+    def keep(*arguments: Any) -> StepReport:
+        reports.append(make_report(*arguments))
+        return reports[-1]
+
+    def products_recorded() -> ExitStack:
+        lag.set_speed(lag.Engine.COMPUTE, flops_per_second=1e9)
+        return recording(spans, TO_DEVICE=2e8)
+
+    with mock.patch.object(reporter, "make_report", keep):
+        train(Run(steps=4, config=configs("nvme")), "nothing late", products_recorded, guarded=False)
+    of_a_step = sum(span.end - span.begin for span in spans if span.engine == lag.Engine.COMPUTE) / 4
+    # A report has the last kernels of the step before, and not those of its own step.
+    assert [report.resources["compute"] for report in reports[1:]] == pytest.approx([of_a_step] * 3, rel=0.02)
+    assert reports[-1].bandwidths["copied"] == pytest.approx(2e8, rel=0.01)
 
 
 def test_accumulated_gradients_leave_the_device_once_in_a_step(configs: Configs) -> None:

@@ -133,6 +133,13 @@ def test_events_measure_virtual_time() -> None:
     end.record()
     end.synchronize()
     assert begin.elapsed_time(end) == pytest.approx(3)
+    # The stream has been idle for 5 ms, which count for no event that is recorded afterwards.
+    lag.host_works(5e-3)
+    begin.record()
+    matrix.mm(matrix)
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(3)
 
 
 def test_products_take_their_operations_and_kernels_their_bytes() -> None:

@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -263,6 +264,7 @@ class DeviceLanes:
         # The tensors of collectives, with the events after which these do not use them any more.
         self._used_by_comm: deque[tuple[torch.Event, tuple[torch.Tensor, ...]]] = deque()
         self._clock = DeviceClock(device)
+        self._report_copy_in: Callable[[int, float, float], None] = lambda nbytes, began, ended: None
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> None:
         slot = self._next_slot()
@@ -374,6 +376,9 @@ class DeviceLanes:
     def stopwatch(self) -> DeviceStopwatch:
         return DeviceStopwatch(self._clock)
 
+    def report_copies_in(self, report: Callable[[int, float, float], None]) -> None:
+        self._report_copy_in = report
+
     def poll(self) -> None:
         while self._after_in and (len(self._after_in) > _MOST_COPIES_IN or self._after_in[0].event.query()):
             self._pay()
@@ -425,8 +430,10 @@ class DeviceLanes:
     def _fill(self, staged: torch.Tensor, source: torch.Tensor, pieces: Iterable[slice]) -> None:
         """Have the in-lane copy bytes of host memory into a part of a slot."""
         with self._in.stream:
+            stopwatch = self.stopwatch()
             for piece in pieces:
                 staged[piece].copy_(source[piece], non_blocking=True)
+            stopwatch.stop(partial(self._report_copy_in, staged.nbytes))
 
     # Each wait has a method of its own, so that tests can leave one of them out.
 

@@ -135,6 +135,12 @@ class Lanes(Protocol):
         The first call may wait for the device.
         """
 
+    def report_copies_in(self, report: Callable[[int, float, float], None]) -> None:
+        """Have `report` called with bytes, begin and end of each copy to the device, in a later call of `poll`.
+
+        Copies within host memory are not reported, because they are done when the call that makes them returns.
+        """
+
     def poll(self) -> None:
         """Make the calls that `after_copies_in` and `copy_out` owe by now. Waits only if too many are owed."""
 
@@ -235,6 +241,9 @@ class HostLanes:
 
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
+
+    def report_copies_in(self, report: Callable[[int, float, float], None]) -> None:
+        """Do nothing, because there is no device."""
 
     def poll(self) -> None:
         """Do nothing."""

@@ -142,6 +142,7 @@ class Collectives:
         self.lanes = make_lanes(device)
         self._recorder = recorder or Recorder()
         self._recorder.measure_with(self.lanes.stopwatch)
+        self.lanes.report_copies_in(self._recorder.copied_to_device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._timeout_seconds = timeout_seconds

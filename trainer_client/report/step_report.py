@@ -7,12 +7,15 @@ the store.
 needed for this step. For compute this is the time in forward and backward without waits and copies, for a link it is
 bytes / the best bandwidth that the link has shown in this run. T_roof is the longest of these times. The step could not
 be shorter without using that resource less, so T_roof / T_step says how well all other work was hidden behind it.
+
+An accelerator measures its computation and the copies to it by events. Those that are not complete at the end of their
+step are in the report of the next one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -160,12 +163,14 @@ class RankPlace:
         world_size: number of ranks of the job.
         sharers: number of ranks that use the same store as this one.
         data_plane: how bytes pass between rank and store: "arena" or "streams".
+        is_on_device: whether the rank computes on an accelerator.
     """
 
     parameters: int
     world_size: int
     sharers: int
     data_plane: str
+    is_on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,16 +248,17 @@ def make_report(
     moved[COPIED] = gathers.copied_bytes
     for link in Link:
         roofline.see(link.value, sums.link_bytes[link], sums.link_seconds[link])
-    roofline.see(COPIED, gathers.copied_bytes, sum(sums.gather_seconds.values()))
+    if place.is_on_device:
+        roofline.see(COPIED, sums.to_device_bytes, sums.to_device_seconds)
+    else:
+        roofline.see(COPIED, gathers.copied_bytes, sum(sums.gather_seconds.values()))
     roofline.see(NVME_READ, work.nvme_read, work.nvme_read_seconds)
     roofline.see(NVME_WRITTEN, work.nvme_written, work.nvme_write_seconds)
     # The daemon measures one rate for both directions, over all bytes that it has moved since its start.
     if work.device_bytes_per_second:
         for name in (NVME_READ, NVME_WRITTEN):
             roofline.see(name, _LEAST_BYTES, _LEAST_BYTES / work.device_bytes_per_second)
-    waited = sum(stall.seconds for stall in stalls if stall.phase in _COMPUTING)
-    copied = sum(sums.gather_seconds[phase] for phase in _COMPUTING)
-    compute = max(0.0, sum(sums.phases[phase] for phase in _COMPUTING) - waited - copied)
+    compute = _device_seconds(sums) if place.is_on_device else _host_seconds(sums, stalls)
     resources = {COMPUTE: compute, **roofline.seconds(moved)}
     own = place.parameters / place.world_size
     return StepReport(
@@ -283,6 +289,18 @@ def make_report(
             "spilled": work.spilled_activations,
         },
     )
+
+
+def _device_seconds(sums: StepSums) -> float:
+    """Return the seconds of an accelerator in forward and backward."""
+    return sum(sums.device_seconds[phase] for phase in _COMPUTING)
+
+
+def _host_seconds(sums: StepSums, stalls: Sequence[Stall]) -> float:
+    """Return the seconds of the CPU in forward and backward, without waits and copies."""
+    waited = sum(stall.seconds for stall in stalls if stall.phase in _COMPUTING)
+    copied = sum(sums.gather_seconds[phase] for phase in _COMPUTING)
+    return max(0.0, sum(sums.phases[phase] for phase in _COMPUTING) - waited - copied)
 
 
 def _by_tier(reading: pb.ReadCountersResponse) -> dict[int, pb.ReadCountersResponse.TierCounters]:

@@ -119,7 +119,7 @@ class Activations:
         # The leases that the device may still copy from, and the last call that has released some of them.
         self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
         self._released: Pending[None] | None = None
-        self._depth = RecallDepth()
+        self._depth = RecallDepth(lanes.stopwatch)
         # The numbers of boundaries that have left the device in this forward, and in the last one.
         self._sent = self._sent_before = 0
         # The size from which on the store has refused boundaries in this step; None if it has refused none.

@@ -265,6 +265,7 @@ class UnitHooks:
 
     def finish_backward(self) -> None:
         """Reduce what is left and release all units, because autograd is done. All ranks must call this."""
+        self._residency.pause()
         for use in self._reduction_order.finish():
             self._reduce(use)
         self._end_uses(keep=True)

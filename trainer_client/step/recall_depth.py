@@ -5,8 +5,9 @@ This module computes both from times that `activations` has measured. It must ne
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
+from trainer_client.recorder import Stopwatch
 from trainer_client.step.window import Window
 
 # The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
@@ -19,17 +20,21 @@ _MOST_AHEAD = 8
 class RecallDepth:
     """How many boundaries stay on the device, and how many are recalled ahead; see [Note: the life of a boundary].
 
-    Both follow from the times that recalls take and that the parts of the model compute between two of them. On an
-    accelerator the host measures only how long it gives work to the device, which is shorter, so both are bounded.
+    Both follow from the times that recalls take and that the parts of the model compute between two of them. Both are
+    bounded, because boundaries take memory of the device.
+
+    Args:
+        stopwatch: begins to measure the computation between two boundaries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: Callable[[], Stopwatch]) -> None:
+        self._stopwatch = stopwatch
         self._window = Window()
         self._units = self._window.units
         self._most = _MOST_AHEAD
         self._recalled_bytes = 0
         self._recall_seconds = 0.0
-        self._computes_since: float | None = None
+        self._computing: Stopwatch | None = None
 
     @property
     def staying(self) -> int:
@@ -43,17 +48,18 @@ class RecallDepth:
 
     def begin(self, *, stalled: bool) -> None:
         """Record that a boundary is needed now, and whether it has to be waited for."""
-        if self._computes_since is not None:
-            self._window.note_compute(time.monotonic() - self._computes_since)
+        if self._computing is not None:
+            self._computing.stop(lambda began, ended: self._window.note_compute(ended - began))
+            self._computing = None
         self._window.note_gather(stalled=stalled)
 
     def resume(self) -> None:
         """Take note that a part of the model computes from now on."""
-        self._computes_since = time.monotonic()
+        self._computing = self._stopwatch()
 
     def pause(self) -> None:
         """Take note that the computation from now on is not that of backward."""
-        self._computes_since = None
+        self._computing = None
 
     def resize(self, nbytes: int) -> int:
         """Return how many boundaries of about this size to recall ahead."""

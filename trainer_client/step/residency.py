@@ -7,17 +7,17 @@ units that stay gathered without a holder. It must never decide who needs a unit
 from __future__ import annotations
 
 import enum
-import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, zip_longest
 from statistics import median
 
 from paramserver.contract.limits import UNITS_MAPPED_AT_ONCE
 from trainer_client.model.gather import Reuse
 from trainer_client.model.units import Unit, UnitState
-from trainer_client.recorder import Recorder
+from trainer_client.recorder import Recorder, Stopwatch
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window
@@ -57,7 +57,8 @@ class Residency:
         is_alone: whether no other rank uses the store. If others do, units that only pass through the store's host
             memory are copied instead of mapped: ranks that hold leases on different units while they compute could wait
             for each other's room.
-        recorder: takes note of how long gathers take.
+        recorder: takes note of how long gathers take, and what is computed between them.
+        stopwatch: begins to measure the computation between two uses of units.
 
     Attributes:
         counters: the cost of gathers since the last step, for the step report.
@@ -72,6 +73,7 @@ class Residency:
         kept_elements: int | None,
         is_alone: bool,
         recorder: Recorder,
+        stopwatch: Callable[[], Stopwatch],
     ) -> None:
         self._units = units
         self._store = store
@@ -90,8 +92,9 @@ class Residency:
         self._announced: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
-        # The time on time.perf_counter when the last unit was gathered; None if the time since is not compute time.
-        self._used_until: float | None = None
+        self._stopwatch = stopwatch
+        # It runs since the last unit was gathered; None if the time since is not compute time.
+        self._computing: Stopwatch | None = None
         sizes = [unit.partition_bytes for unit in units if unit.partition_bytes]
         self._usual_bytes = int(median(sizes)) if sizes else 0
         self._leased_units = len(sizes)
@@ -107,9 +110,10 @@ class Residency:
         """
         if self._holders[unit.index] and unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             self.share(unit, holder)
+            self._computing = self._computing or self._stopwatch()
             return
-        if self._used_until is not None:
-            self._window.note_compute(time.perf_counter() - self._used_until)
+        if self._computing is not None:
+            self._computing.stop(partial(self._note_compute, self._recorder.phase))
         predicted = self._is_predicted(unit, trace)
         position = trace.use(unit.index)
         self._make_room(unit, trace)
@@ -122,7 +126,7 @@ class Residency:
             # ends with the step, because leases beyond it would be on the versions before the update.
             self._start_ahead(self._units[following[0]], following[1], trace)
         self.prefetch(trace)
-        self._used_until = time.perf_counter()
+        self._computing = self._stopwatch()
 
     def check(self) -> None:
         """Check that the parameters of gathered units were right so far. Call this before their results are used.
@@ -205,7 +209,14 @@ class Residency:
 
     def pause(self) -> None:
         """Do not count the time from now to the next use as a unit's compute time."""
-        self._used_until = None
+        if self._computing is not None:
+            # This is a part of a unit's compute time, so it says nothing about the time between two uses.
+            self._computing.stop(partial(self._recorder.computed, self._recorder.phase))
+            self._computing = None
+
+    def _note_compute(self, phase: str, began: float, ended: float) -> None:
+        self._window.note_compute(ended - began)
+        self._recorder.computed(phase, began, ended)
 
     def _is_predicted(self, unit: Unit, trace: Trace) -> bool:
         """Return whether this rank has announced this use of the unit to the store, or had no need to.

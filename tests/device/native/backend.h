@@ -49,7 +49,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
     Lock lock(world);
-    *static_cast<Event*>(*event) = lane_locked(id(stream)).now_locked();
+    Event& recorded = *static_cast<Event*>(*event) = lane_locked(id(stream)).now_locked();
+    // The event of an idle stream is over when the host records it.
+    recorded.seconds = std::max(recorded.seconds, schedule.host_seconds);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;

@@ -46,6 +46,17 @@ def report(roofline: Roofline | None = None, work: StoreWork = WORK) -> StepRepo
     return make_report(8, sums(), GATHERS, work, PLACE, roofline or Roofline())
 
 
+def test_an_accelerator_measures_its_computation_and_copies_itself() -> None:
+    """The host measures how long it launches them."""
+    measured = sums()
+    measured.device_seconds.update({"forward": 0.75, "backward": 1.5, "inference": 4.0})
+    measured.to_device_bytes, measured.to_device_seconds = 300 * MB, 0.01
+    made = make_report(8, measured, GATHERS, WORK, replace(PLACE, is_on_device=True), Roofline())
+    assert made.resources["compute"] == 2.25
+    assert made.bandwidths["copied"] == pytest.approx(30e9)
+    assert made.resources["copied"] == pytest.approx(200 * MB / 30e9)
+
+
 def test_stalls_are_listed_by_length_and_added_up_by_cause_and_by_unit() -> None:
     made = report()
 
