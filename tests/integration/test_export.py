@@ -617,11 +617,13 @@ def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path) ->
     tensors |= {"large": torch.randn(3, 8 * MIB)} | {f"small.{number}": torch.randn(300) for number in range(5000)}
     config = {"host_budget": "64MiB", "nvme_budget": "512MiB"}
     with Daemon(tmp_path / "state", config) as daemon:
-        with trainer_client.StoreClientSync.connect(daemon.address) as store, store.open("large", tensors) as job:
-            job.put(tensors)
-            job.commit()
+        with trainer_client.StoreClientSync.connect(daemon.address) as store:
+            for name, values in {"small": {"weight": torch.ones(4)}, "large": tensors}.items():
+                with store.open(name, values) as job:
+                    job.put(values)
+                    job.commit()
         report, log = tmp_path / "report.json", tmp_path / "log"
-        arguments = [daemon.address, "large", str(tmp_path / "exports"), str(report)]
+        arguments = [daemon.address, "small", "large", str(tmp_path / "exports"), str(report)]
         process = Forked("tests.integration.support.exporting", arguments, environment=os.environ, log=log)
         assert process.wait(200) == 0, log.read_text()
     peaks = json.loads(report.read_text())
