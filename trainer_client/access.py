@@ -19,6 +19,7 @@ from paramserver.contract.kinds import MASTER, PARAM, Kind, kind_name
 from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.plain_state import modules_with_extra_state
 from trainer_client.model.slot_table import ShardRange
 from trainer_client.model.states import GroupStates
 from trainer_client.model.units import Unit
@@ -29,9 +30,6 @@ from trainer_client.step.precision import LossScaler
 
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of its FQNs if it is tied)."""
-
-# The end of the name under which torch has a module's extra state in a state dict.
-_EXTRA_STATE = "_extra_state"
 
 # The kinds that a user can name besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
@@ -141,12 +139,7 @@ class StateAccess:
         self._state_names = {
             name: self._places.get(id(entry)) for name, entry in model.state_dict(keep_vars=True).items()
         }
-        # The modules that have a `get_extra_state`, by the names of their extra states.
-        self._with_extra_state = {
-            name: model.get_submodule(name.rpartition(".")[0])
-            for name in self._state_names
-            if name.rpartition(".")[2] == _EXTRA_STATE
-        }
+        self._with_extra_state = modules_with_extra_state(model)
         self._by_name = {
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
         }

@@ -317,9 +317,8 @@ class EngineStates(EngineCore):
             return None, None
         with self._changing():
             self._checkpoints.hand_over(loaded, self._commits.next, with_states=with_states)
-            if load_module_only:
-                self._run_state.restore_extra_states(loaded.run_state)
-            else:
+            self._run_state.restore_extra_states(loaded.run_state)
+            if not load_module_only:
                 progress = self._run_state.restore(
                     loaded.run_state, optimizer=load_optimizer_states, lr_scheduler=load_lr_scheduler_states
                 )
@@ -465,6 +464,7 @@ class EngineStates(EngineCore):
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
+        self._run_state.restore_extra_states(state)
         self._go_on_from(self._run_state.restore(state), state["user"])
         self.resumed_step = self.global_steps
         self._commits.note_state(self._client_state())

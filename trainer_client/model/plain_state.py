@@ -20,6 +20,8 @@ from trainer_client.model.parameters import ModelParameter
 # The most bytes of buffers in one commit. A client state may have 2 MiB (paramserver/rpc/convert.py), as text, and the
 # user's values need room in it, too.
 MAX_BUFFER_BYTES = 256 << 10
+# The end of the name that torch gives a module's extra state in a state dict.
+_EXTRA_STATE = "_extra_state"
 
 
 class PlainState:
@@ -90,6 +92,18 @@ class PlainState:
             "adapters": self._adapters,
             "empty": self._empty,
         }
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have a `get_extra_state`, by the names of their extra states in the model's state dict.
+
+    A module that the model has under several names has as many extra states there.
+    """
+    return {
+        f"{fqn}.{_EXTRA_STATE}" if fqn else _EXTRA_STATE: module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _adapter_configs(model: nn.Module) -> dict[str, str]:

@@ -13,24 +13,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from trainer_client.errors import ClientStateError
+from trainer_client.model.plain_state import modules_with_extra_state
 from trainer_client.run import client_state
 
 log = logging.getLogger(__name__)
 
 # The most bytes of encoded extra states in one commit, for the reason of plain_state.py's MAX_BUFFER_BYTES.
 MAX_EXTRA_BYTES = 256 << 10
-# The end of the name that torch gives an extra state in a state dict.
-_NAME = "_extra_state"
 _VALUE = "state"
-
-
-def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have an extra state, by the names of these in the model's state dict."""
-    return {
-        f"{fqn}.{_NAME}" if fqn else _NAME: module
-        for fqn, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
 
 
 class ExtraStates:

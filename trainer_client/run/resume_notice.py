@@ -15,9 +15,9 @@ import torch
 from paramserver.contract.printable import printable
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.index_ranges import from_ranges
+from trainer_client.model.plain_state import modules_with_extra_state
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
-from trainer_client.run.extra_states import modules_with_extra_state
 from trainer_client.run.imported import describe_origin, is_imported
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import DECOUPLED, MadeWith, as_made, config_facts, has_own_rates, plain, stored_groups

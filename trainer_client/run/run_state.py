@@ -141,7 +141,7 @@ class RunState:
         """Restore the run from the decoded state of a commit, and return its counters.
 
         The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
-        the job was opened.
+        the job was opened; see also `restore_extra_states`.
 
         A number of updates that is None stays as it is.
 
@@ -178,7 +178,6 @@ class RunState:
             )
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])
-        self.restore_extra_states(state)
         client_state.restore_random_states(state["random"], self._device)
         if self._made_with is not None:
             self._made_with = self._made_with.going_on_from(state)

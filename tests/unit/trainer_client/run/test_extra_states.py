@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trainer_client.errors import ClientStateError
-from trainer_client.run.extra_states import MAX_EXTRA_BYTES, ExtraStates, modules_with_extra_state
+from trainer_client.model.plain_state import modules_with_extra_state
+from trainer_client.run.extra_states import MAX_EXTRA_BYTES, ExtraStates
 
 
 class Holder(nn.Module):
@@ -32,6 +33,8 @@ def test_names_are_those_of_the_state_dict() -> None:
     model = model_of(1, None)
     assert list(modules_with_extra_state(model)) == [name for name in model.state_dict() if "extra" in name]
     assert list(modules_with_extra_state(Holder(1))) == list(Holder(1).state_dict())
+    shared = Holder(1)
+    assert list(modules_with_extra_state(nn.Sequential(shared, shared))) == ["0._extra_state", "1._extra_state"]
 
 
 @pytest.mark.parametrize("state", [None, 3, {"amax": torch.arange(3.0), "of": (1, "two")}, b"bytes", {1, 2}])
