@@ -111,7 +111,8 @@ class StepSums:
         restarts: number of restarts of the store daemon.
         boundary_bytes: bytes of the boundaries of activation checkpoints that were saved, and of those moved to the
             store.
-        device_seconds: seconds that an accelerator computed what the model does, by phase.
+        compute_seconds: seconds of the model's own work by phase, by the stopwatch of the rank: on an accelerator
+            without any wait, on the CPU with those that are not part of a gather.
         to_device_bytes: bytes that were copied to the accelerator.
         to_device_seconds: seconds that the accelerator took for these copies.
     """
@@ -125,7 +126,7 @@ class StepSums:
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     restarts: int = 0
     boundary_bytes: Counter[str] = field(default_factory=Counter)
-    device_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    compute_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     to_device_bytes: int = 0
     to_device_seconds: float = 0.0
 
@@ -249,8 +250,8 @@ class Recorder:
         self._sums.boundary_bytes.update(nbytes)
 
     def computed(self, phase: str, began: float, ended: float) -> None:
-        """Add a time in which the accelerator did the model's work of a phase, without waits for copies."""
-        self._sums.device_seconds[phase] += ended - began
+        """Add the time between two uses of units in a phase, as a stopwatch has measured it."""
+        self._sums.compute_seconds[phase] += ended - began
 
     def copied_to_device(self, nbytes: int, began: float, ended: float) -> None:
         """Add a copy from host memory to the accelerator."""

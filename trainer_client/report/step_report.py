@@ -170,7 +170,7 @@ class RankPlace:
     world_size: int
     sharers: int
     data_plane: str
-    is_on_device: bool = False
+    is_on_device: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +249,10 @@ def make_report(
     for link in Link:
         roofline.see(link.value, sums.link_bytes[link], sums.link_seconds[link])
     if place.is_on_device:
+        compute = sum(sums.compute_seconds[phase] for phase in _COMPUTING)
         roofline.see(COPIED, sums.to_device_bytes, sums.to_device_seconds)
     else:
+        compute = _host_seconds(sums, stalls)
         roofline.see(COPIED, gathers.copied_bytes, sum(sums.gather_seconds.values()))
     roofline.see(NVME_READ, work.nvme_read, work.nvme_read_seconds)
     roofline.see(NVME_WRITTEN, work.nvme_written, work.nvme_write_seconds)
@@ -258,7 +260,6 @@ def make_report(
     if work.device_bytes_per_second:
         for name in (NVME_READ, NVME_WRITTEN):
             roofline.see(name, _LEAST_BYTES, _LEAST_BYTES / work.device_bytes_per_second)
-    compute = _device_seconds(sums) if place.is_on_device else _host_seconds(sums, stalls)
     resources = {COMPUTE: compute, **roofline.seconds(moved)}
     own = place.parameters / place.world_size
     return StepReport(
@@ -289,11 +290,6 @@ def make_report(
             "spilled": work.spilled_activations,
         },
     )
-
-
-def _device_seconds(sums: StepSums) -> float:
-    """Return the seconds of an accelerator in forward and backward."""
-    return sum(sums.device_seconds[phase] for phase in _COMPUTING)
 
 
 def _host_seconds(sums: StepSums, stalls: Sequence[Stall]) -> float:

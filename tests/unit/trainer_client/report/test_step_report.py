@@ -13,7 +13,7 @@ from trainer_client.report.step_report import RankPlace, Roofline, StepReport, S
 from trainer_client.step.gather_counters import UnitGathers
 
 MB = 1_000_000
-PLACE = RankPlace(parameters=100 * MB, world_size=2, sharers=2, data_plane="arena")
+PLACE = RankPlace(parameters=100 * MB, world_size=2, sharers=2, data_plane="arena", is_on_device=False)
 GATHERS = UnitGathers(gathers=8, hits=6, predicted=7, copied_bytes=200 * MB)
 WORK = StoreWork(
     nvme_read=1_400 * MB,
@@ -49,7 +49,7 @@ def report(roofline: Roofline | None = None, work: StoreWork = WORK) -> StepRepo
 def test_an_accelerator_measures_its_computation_and_copies_itself() -> None:
     """The host measures how long it launches them."""
     measured = sums()
-    measured.device_seconds.update({"forward": 0.75, "backward": 1.5, "inference": 4.0})
+    measured.compute_seconds.update({"forward": 0.75, "backward": 1.5, "inference": 4.0})
     measured.to_device_bytes, measured.to_device_seconds = 300 * MB, 0.01
     made = make_report(8, measured, GATHERS, WORK, replace(PLACE, is_on_device=True), Roofline())
     assert made.resources["compute"] == 2.25
