@@ -32,6 +32,7 @@ from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.config.loading import load_config
+from trainer_client.lanes.device_lanes import DeviceClock
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.rehearsal import rehearse
 from trainer_client.report import reporter
@@ -276,9 +277,14 @@ def test_copies_run_under_the_computation(configs: Configs) -> None:
 
 
 def test_the_reports_of_steps_have_the_times_of_the_device(configs: Configs) -> None:
-    """In virtual time, in which the host gives the device all work of a step at once."""
+    """In virtual time. The host waits at each poll, so that no thread's speed says which report a kernel is in."""
     spans: list[lag.Span] = []
     reports: list[StepReport] = []
+    poll = DeviceClock.poll
+
+    def wait_and_poll(clock: DeviceClock) -> None:
+        torch.accelerator.synchronize()
+        poll(clock)
 
     def keep(*arguments: Any) -> StepReport:
         reports.append(make_report(*arguments))
@@ -288,7 +294,8 @@ def test_the_reports_of_steps_have_the_times_of_the_device(configs: Configs) -> 
         lag.set_speed(lag.Engine.COMPUTE, flops_per_second=1e9)
         return recording(spans, TO_DEVICE=2e8)
 
-    with mock.patch.object(reporter, "make_report", keep):
+    kept = mock.patch.object(reporter, "make_report", keep)
+    with kept, mock.patch.object(DeviceClock, "poll", wait_and_poll):
         train(Run(steps=4, config=configs("nvme")), "nothing late", products_recorded, guarded=False)
     of_a_step = sum(span.end - span.begin for span in spans if span.engine == lag.Engine.COMPUTE) / 4
     # A report has the last kernels of the step before, and not those of its own step.
