@@ -60,8 +60,9 @@ def _git_commit() -> str | None:
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
-        # RESULTS.md is left out, because a benchmark's own output is no change of the code.
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/RESULTS.md")
+        # RESULTS.md and results/ are left out, because what benchmarks have written is no change of the code.
+        code = (".", ":!benchmarks/RESULTS.md", ":!benchmarks/results")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}, with changes" if changed else commit
