@@ -307,3 +307,18 @@ def test_a_layer_may_be_used_twice_and_the_loss_be_computed_outside_of_the_model
             engine.step()
 
     assert max(seen) <= 2
+
+
+def test_a_chunked_loss_within_gathered_computes_with_a_changed_weight(model_store: str, job: str) -> None:
+    tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(2))
+    model = Shared()
+    engine = start(model, config_of(model_store, job, "nvme", tiling="4KiB"))
+    with engine, torch.no_grad():
+        hidden = engine(tokens)
+        with engine.gathered(model.head, modifier_rank=0):
+            before = torch.nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), tokens.flatten())
+            model.head.weight.mul_(8)
+            changed = trainer_client.chunked_cross_entropy(hidden, model.head, tokens, tokens=5)
+            expected = torch.nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), tokens.flatten())
+        torch.testing.assert_close(changed, expected, rtol=1e-5, atol=1e-6)
+        assert abs(float(changed - before)) > 0.1

@@ -49,6 +49,15 @@ class TiledLayer:
     def dtype(self) -> torch.dtype:
         return self._whole.dtype
 
+    @property
+    def computes_whole(self) -> bool:
+        """Whether a use of the layer now computes with the whole weight, because `gathered` shows it.
+
+        The whole weight may have been changed since it was shown, and it becomes the tiles' afterwards. Gradients are
+        those of the tiles, so a use that trains computes with them.
+        """
+        return not isinstance(self._whole, ReleasedParameter) and not torch.is_grad_enabled()
+
     def used_tiles(self) -> Iterator[Tile]:
         """Yield the tiles for a forward, which train if the parameter does."""
         for tile in self.tiles:
@@ -61,11 +70,7 @@ class TiledLayer:
         tiled, whole = _FORWARDS[_kind_of(self.module)](self), self.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            # The whole weight may have been changed since it was shown, and it becomes the tiles' afterwards. Gradients
-            # are those of the tiles, so a forward that trains computes with them.
-            if isinstance(self._whole, ReleasedParameter) or torch.is_grad_enabled():
-                return tiled(*args, **kwargs)
-            output: torch.Tensor = whole(*args, **kwargs)
+            output: torch.Tensor = (whole if self.computes_whole else tiled)(*args, **kwargs)
             return output
 
         # nn.Module finds its forward as an attribute of the object, so the class stays as it is.
@@ -82,9 +87,9 @@ class TiledLayer:
 
 
 def tiled_layer_of(module: nn.Module) -> TiledLayer | None:
-    """Return the tiles that a module computes with; None if its weight is whole."""
+    """Return the tiles that a module computes with now; None if it computes with its whole weight."""
     layer: TiledLayer | None = vars(module).get(_LAYER)
-    return layer
+    return None if layer is None or layer.computes_whole else layer
 
 
 def why_not(module: nn.Module, name: str) -> str | None:
