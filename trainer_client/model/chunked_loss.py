@@ -132,7 +132,9 @@ class _ReducedLogits(torch.autograd.Function):
                 logits = functional.linear(_cast(hidden[part], dtype), cast_weight, cast_bias).float()
                 reduced[0, part] = logits.logsumexp(dim=-1)
                 reduced[1, part] = _of_labels(logits, labels[part])
-        ctx.sums = reduced[0].clone()
+        # Where the biases of all rows are -inf, so is the sum, and the backward would compute -inf - -inf. Exponentials
+        # are 0 there, whatever is subtracted.
+        ctx.sums = reduced[0].masked_fill(reduced[0].isneginf(), 0.0)
         return reduced
 
     @staticmethod

@@ -277,6 +277,27 @@ def test_a_chunked_loss_equals_torchs_and_never_has_the_logits(is_tiled: bool, r
     torch.testing.assert_close(heads[1].bias.grad, heads[0].bias.grad, **CLOSE)
 
 
+def test_a_chunked_loss_has_torchs_gradients_where_all_rows_of_a_tile_are_padding() -> None:
+    torch.manual_seed(1)
+    heads = [nn.Linear(8, 32) for _ in range(2)]
+    heads[0].bias.data[16:] = -torch.inf
+    heads[1].load_state_dict(heads[0].state_dict())
+    weights = tiled(heads[1], 16)
+    hidden = [torch.randn(6, 8).requires_grad_() for _ in range(2)]
+    hidden[1].data = hidden[0].data
+    labels = torch.randint(0, 16, (6,))
+
+    expected = functional.cross_entropy(heads[0](hidden[0]), labels)
+    loss = chunked_cross_entropy(hidden[1], heads[1], labels, tokens=4)
+    for each in (expected, loss):
+        each.backward()
+
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    torch.testing.assert_close(hidden[1].grad, hidden[0].grad, **CLOSE)
+    torch.testing.assert_close(gradient_of(weights), heads[0].weight.grad, **CLOSE)
+    torch.testing.assert_close(heads[1].bias.grad, heads[0].bias.grad, **CLOSE)
+
+
 def test_a_chunked_loss_refuses_what_does_not_fit() -> None:
     head, hidden = nn.Linear(4, 10), torch.zeros(3, 4)
 
