@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from trainer_client.model.cast_product import autocast_dtype
@@ -38,6 +39,8 @@ def chunked_cross_entropy(
         loss = chunked_cross_entropy(decoder(input_ids), model.lm_head, labels)
 
     The labels are not shifted. Under an engine, all ranks call this alike, within a forward of the model or after it.
+    The loss can be differentiated once: a backward through its gradients, as that of a gradient penalty, fails with
+    torch's error about `once_differentiable`.
 
     Args:
         hidden: [..., features].
@@ -138,6 +141,7 @@ class _ReducedLogits(torch.autograd.Function):
         return reduced
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, hidden, bias, labels = ctx.saved_tensors
         dtype = ctx.dtype

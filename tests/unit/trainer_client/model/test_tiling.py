@@ -298,6 +298,22 @@ def test_a_chunked_loss_has_torchs_gradients_where_all_rows_of_a_tile_are_paddin
     torch.testing.assert_close(heads[1].bias.grad, heads[0].bias.grad, **CLOSE)
 
 
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_a_second_backward_through_a_chunked_loss_is_refused(is_tiled: bool) -> None:
+    torch.manual_seed(1)
+    head, hidden = nn.Linear(4, 32), torch.randn(3, 4, requires_grad=True)
+    if is_tiled:
+        tiled(head, 16)
+    labels = torch.tensor([1, 20, 3])
+    loss = chunked_cross_entropy(hidden, head, labels, tokens=2)
+    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (expected,) = torch.autograd.grad(functional.cross_entropy(head(hidden), labels), hidden)
+
+    torch.testing.assert_close(first.detach(), expected, **CLOSE)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 def test_a_chunked_loss_refuses_what_does_not_fit() -> None:
     head, hidden = nn.Linear(4, 10), torch.zeros(3, 4)
 
