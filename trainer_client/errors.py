@@ -127,7 +127,8 @@ class TiledParameterError(ParameterUseError):
 
     _reason = (
         ", and it is never whole, because paramserver.tiling cuts it into tiles: compute with it through the forward "
-        "of its layer, read it within engine.gathered(...), or add its name to paramserver.tiling.exclude"
+        "of its layer, outside of transforms of torch.func, read it within engine.gathered(...), or add its name to "
+        "paramserver.tiling.exclude"
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import grad, grad_and_value, jacrev, vjp, vmap
 
 from tests.integration.support.three_blocks import RATE, STAGES, WIDTH, ThreeBlocks, inputs, start
+from trainer_client import TiledParameterError
 
 
 class Net(ThreeBlocks):
@@ -102,3 +103,32 @@ def test_a_transform_of_a_model_with_external_parameters_is_that_of_the_plain_mo
     with start(model_store, job, model, STAGES["3"]) as engine:
         for _ in range(2):
             torch.testing.assert_close(vmap(grad(engine))(batch), vmap(grad(plain))(batch), rtol=0, atol=0)
+
+
+def test_a_transform_of_a_layer_in_tiles_is_refused_unless_it_is_frozen(model_store: str, job: str) -> None:
+    wide = 128
+    refusal = r"blocks\.0\.0\.weight was given to a transform of torch\.func.*tiling\.exclude"
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH))
+
+    model = Net(block)
+    plain = deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    batch = inputs(2)
+    # Each of the weights has 8 KiB.
+    section = {"address": model_store, "job": job, "tiling": "4KiB"}
+    with start(model_store, job, model, STAGES["3"], paramserver=section) as engine:
+        for name, transform in TRANSFORMS.items():
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+            with pytest.raises(TiledParameterError, match=refusal):
+                transform(engine, batch)
+            engine.backward(engine(batch).mean())
+            plain(batch).mean().backward()
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            torch.testing.assert_close(transform(engine, batch), transform(plain, batch), msg=name)

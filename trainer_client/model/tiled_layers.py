@@ -12,7 +12,7 @@ bits of the untiled layer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer_client.errors import TiledParameterError
 from trainer_client.model import cast_product
 from trainer_client.model.released import ReleasedParameter
 from trainer_client.model.stand_in import StandIn
 from trainer_client.model.tile import Tile, TileWeight
+from trainer_client.model.transforms import is_transformed, outside_of_transforms
 
 # The attribute of a module that computes with tiles.
 _LAYER = "_paramserver_tiled"
@@ -33,16 +35,17 @@ Forward = Callable[..., torch.Tensor]
 
 
 class TiledLayer:
-    """A module of the model whose weight is in tiles.
+    """A module of the model whose weight, the parameter `fqn`, is in tiles.
 
     Attributes:
         module: the module. Its other parameters, as the bias, stay in the unit around it.
         tiles: its uses of the tiles, in the order of the rows.
     """
 
-    def __init__(self, module: nn.Module, weights: Sequence[TileWeight]) -> None:
+    def __init__(self, module: nn.Module, fqn: str, weights: Sequence[TileWeight]) -> None:
         self.module = module
         self.tiles = tuple(Tile(weight) for weight in weights)
+        self._fqn = fqn
         self._whole: nn.Parameter = module.weight  # type: ignore[assignment]
 
     @property
@@ -58,12 +61,20 @@ class TiledLayer:
         """
         return not isinstance(self._whole, ReleasedParameter) and not torch.is_grad_enabled()
 
-    def used_tiles(self) -> Iterator[Tile]:
-        """Yield the tiles for a forward, which train if the parameter does."""
+    def used_tiles(self) -> Sequence[Tile]:
+        """Return the tiles for a forward, which train if the parameter does.
+
+        Raises:
+            TiledParameterError: they would train within a transform of torch.func, which refuses their leaves.
+        """
+        if self._whole.requires_grad and torch.is_grad_enabled() and is_transformed():
+            raise TiledParameterError(self._fqn, "a transform of torch.func")
         for tile in self.tiles:
             if tile.weight.parameter.requires_grad is not self._whole.requires_grad:
-                tile.weight.parameter.requires_grad_(self._whole.requires_grad)
-            yield tile
+                # torch refuses this call within a transform.
+                with outside_of_transforms():
+                    tile.weight.parameter.requires_grad_(self._whole.requires_grad)
+        return self.tiles
 
     def install(self) -> None:
         """Have the module compute with its tiles, until `remove`."""
@@ -178,11 +189,12 @@ def _apply_conv1d(weight: torch.Tensor, input: torch.Tensor, cast: torch.Tensor 
 
 def _embedding(layer: TiledLayer) -> Forward:
     def forward(input: torch.Tensor) -> torch.Tensor:
-        size = layer.tiles[-1].weight.last_row
+        tiles = layer.used_tiles()
+        size = tiles[-1].weight.last_row
         check_range(input, size, f"index out of range in self: an Embedding has {size} rows")
         padding: int | None = layer.module.padding_idx  # type: ignore[assignment]
         output: torch.Tensor | None = None
-        for tile in layer.used_tiles():
+        for tile in tiles:
             weight = tile.weight
             is_inside = (input >= weight.first_row) & (input < weight.last_row)
             local = torch.where(is_inside, input - weight.first_row, 0)

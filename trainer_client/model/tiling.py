@@ -203,5 +203,5 @@ def _tiled(
     return TiledParameter(
         parameter=parameter,
         weights=weights,
-        layers=tuple(TiledLayer(module, weights) for module in modules),
+        layers=tuple(TiledLayer(module, parameter.fqn, weights) for module in modules),
     )

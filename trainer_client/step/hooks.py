@@ -60,6 +60,7 @@ from trainer_client.errors import PhaseError, ReleasedParameterError, SessionEnd
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.stand_in import only_for
+from trainer_client.model.transforms import is_transformed, outside_of_transforms
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.external_parameters import ExternalParameters
@@ -74,7 +75,6 @@ from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree, computed_attributes
 from trainer_client.step.trace import Clock, Trace
-from trainer_client.step.transforms import is_transformed, outside_of_transforms
 from trainer_client.step.updates import Updates
 
 # The number of the graph task, as torch returns it outside of autograd.

@@ -40,9 +40,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_client.device import CPU
 from trainer_client.model.stand_in import only_for
+from trainer_client.model.transforms import is_transformed
 from trainer_client.step.boundary import Again, Key, Saved
 from trainer_client.step.tensor_tree import TensorTree
-from trainer_client.step.transforms import is_transformed
 
 # A module's call has several names in torch.
 _CALLS = (nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl)

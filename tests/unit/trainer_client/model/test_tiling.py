@@ -33,7 +33,7 @@ def tiled(module: nn.Module, rows: int) -> list[TileWeight]:
     weights = [TileWeight(whole, first, min(first + rows, len(whole))) for first in range(0, len(whole), rows)]
     for weight in weights:
         weight.parameter.data = whole.detach()[weight.rows].clone()
-    TiledLayer(module, weights).install()
+    TiledLayer(module, "weight", weights).install()
     return weights
 
 
