@@ -127,7 +127,7 @@ class TiledParameterError(ParameterUseError):
 
     _reason = (
         ", and it is never whole, because paramserver.tiling cuts it into tiles: compute with it through the forward "
-        "of its layer, outside of transforms of torch.func, read it within engine.gathered(...), or add its name to "
+        "of its layer, outside of transforms of torch.func, use it within engine.gathered(...), or add its name to "
         "paramserver.tiling.exclude"
     )
 

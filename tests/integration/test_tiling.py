@@ -322,3 +322,24 @@ def test_a_chunked_loss_within_gathered_computes_with_a_changed_weight(model_sto
             expected = torch.nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), tokens.flatten())
         torch.testing.assert_close(changed, expected, rtol=1e-5, atol=1e-6)
         assert abs(float(changed - before)) > 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_a_whole_weight_within_gathered_are_those_of_the_plain_model(
+    model_store: str, job: str, world_size: int
+) -> None:
+    run_ranks("tests.integration.support.whole_weight_ranks", world_size, model_store, job)
+
+
+def test_a_backward_through_a_whole_weight_after_gathered_is_refused(model_store: str, job: str) -> None:
+    """The values that the backward needs are gone, so its gradients would be NaN."""
+    tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(2))
+    model = Shared()
+    engine = start(model, config_of(model_store, job, "nvme", tiling="4KiB"))
+    with engine:
+        with engine.gathered([model.head.weight]):
+            penalty = model.head.weight.square().mean()
+        loss = engine(tokens).square().mean() + penalty
+        with pytest.raises(TiledParameterError, match=r"head\.weight was given to a backward pass.*tiling\.exclude"):
+            engine.backward(loss)
+        assert model.head.weight.grad is None

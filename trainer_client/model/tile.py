@@ -19,14 +19,21 @@ tile without an input that requires a gradient, as an embedding's, gets an empty
 a tied weight that is at the embedding, the end of the backward pass, and until then the whole gradient of the head
 would stay in memory. So each use of a tile has a leaf of its own, which shares the tile's memory, and the gradient of
 each use goes to the engine at once.
+
+[Note: the gradient of the whole parameter] Within `gathered` a script may compute with the whole parameter, to which
+autograd then adds the gradients of these uses. Each tile gets its rows of them, as it gets the gradient of any other
+use, so that the script trains as it does without tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+
+from trainer_client.errors import TiledParameterError
+from trainer_client.model.released import ReleasedParameter
 
 
 class TileWeight:
@@ -52,20 +59,39 @@ class TileWeight:
         """The rows of the parameter that the tile has."""
         return slice(self.first_row, self.last_row)
 
+    def take(self, gradient: torch.Tensor) -> None:
+        """Hand a gradient of these rows to the engine; without one, add it to the `.grad` of the tile."""
+        known = self.parameter.grad
+        self.parameter.grad = gradient if known is None else known + gradient
+        if self.on_gradient is not None:
+            self.on_gradient(self.parameter)
+
     def leaf(self) -> torch.Tensor:
         """Return the tile as a tensor for one use; see [Note: the leaf of each use]. The tile has to be gathered."""
         if not (torch.is_grad_enabled() and self.parameter.requires_grad):
             return self.parameter
         leaf = self.parameter.detach().requires_grad_()
-        leaf.register_post_accumulate_grad_hook(self._take)
+        leaf.register_post_accumulate_grad_hook(self._take_from)
         return leaf
 
-    def _take(self, leaf: torch.Tensor) -> None:
+    def _take_from(self, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        known = self.parameter.grad
-        self.parameter.grad = gradient if known is None or gradient is None else known + gradient
-        if self.on_gradient is not None:
-            self.on_gradient(self.parameter)
+        assert gradient is not None, "autograd has just accumulated it"
+        self.take(gradient)
+
+
+def take_whole(fqn: str, tiles: Sequence[TileWeight], whole: torch.Tensor) -> None:
+    """Hand the gradient of the whole parameter `fqn` to its tiles; see [Note: the gradient of the whole parameter].
+
+    Raises:
+        TiledParameterError: the parameter is not shown any more, so the gradient may be one of values that are gone.
+    """
+    gradient, whole.grad = whole.grad, None
+    assert gradient is not None, "autograd has just accumulated it"
+    if isinstance(whole, ReleasedParameter):
+        raise TiledParameterError(fqn, "a backward pass outside of engine.gathered(...)")
+    for tile in tiles:
+        tile.take(gradient[tile.rows])
 
 
 class Tile(nn.Module):

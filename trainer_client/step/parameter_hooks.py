@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.tile import TileWeight, take_whole
 from trainer_client.model.units import Unit
 from trainer_client.step.gradients import GradientGroup, Gradients
 
@@ -30,14 +32,19 @@ class ParameterHooks:
             act: called with the unit of a parameter, its group, its slot in the group, and the parameter, whose `.grad`
                 is finished.
         """
+        # The whole parameters that are in tiles, and these, by the index of the parameter.
+        tiled: dict[int, tuple[ModelParameter, list[TileWeight]]] = {}
         for unit in self._units:
             for gradient in self._gradients.of_unit(unit):
                 for slot, parameter in enumerate(gradient.flat_group.parameters):
                     hook = partial(act, unit, gradient, slot)
-                    if unit.tile is not None:
-                        unit.tile.on_gradient = hook
-                    else:
+                    if unit.tile is None:
                         self._handles.append(_register(parameter.tensor, hook))
+                    else:
+                        unit.tile.on_gradient = hook
+                        tiled.setdefault(parameter.index, (parameter.whole, []))[1].append(unit.tile)
+        for whole, tiles in tiled.values():
+            self._handles.append(_register(whole.tensor, partial(take_whole, whole.fqn, tiles)))
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent.
@@ -56,8 +63,10 @@ class ParameterHooks:
 def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Register a hook, which stays when the parameter is frozen or thawed."""
     is_trained = parameter.requires_grad
-    # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trained)
+    # While a parameter in tiles is released, its class refuses hooks, because autograd gives it no gradients then.
+    with torch._C.DisableTorchFunctionSubclass():
+        # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(is_trained)
     return handle
