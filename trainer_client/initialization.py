@@ -137,7 +137,9 @@ def initialize(
 
     Returns:
         (engine, optimizer, data loader or None, scheduler or None). Without an optimizer the engine is an
-        `InferenceEngine` at stage 3 and a `WholeEngine` at the others, and the others are None.
+        `InferenceEngine` at stage 3 and a `WholeEngine` at the others, and the others are None. An `InferenceEngine`
+        has the weights of the job that the config names, else those of `weights` or of the model; a model on the meta
+        device gets those of the job `default` then.
 
     Raises:
         ConfigError: an argument or a config key cannot be honoured.

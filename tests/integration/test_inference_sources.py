@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import trainer_client
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.ranks import run_ranks
 from tests.integration.support.waiting import wait_until
 from trainer_client.errors import ConfigError
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -52,8 +54,8 @@ def config_for(address: str, job: str, **section: Any) -> dict[str, Any]:
     }
 
 
-def opened(model: nn.Module, config: dict[str, Any]) -> trainer_client.InferenceEngine:
-    engine: Any = trainer_client.initialize(model=model, config=config)[0]
+def opened(model: nn.Module, config: dict[str, Any], **arguments: Any) -> trainer_client.InferenceEngine:
+    engine: Any = trainer_client.initialize(model=model, config=config, **arguments)[0]
     assert isinstance(engine, trainer_client.InferenceEngine)
     return engine
 
@@ -90,6 +92,88 @@ def test_a_model_has_one_engine_at_a_time(model_store: str, job: str) -> None:
         assert torch.equal(output_of(engine), output_of(expected))
         for state in (engine.full_state_dict(), model.state_dict()):
             assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+def values_of(engine: trainer_client.InferenceEngine) -> list[bytes]:
+    return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
+
+
+def test_a_config_without_a_job_gives_a_model_no_weights_but_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One config, without and with an optimizer, evaluates some models before and after the training of one of them."""
+    expected = {seed: [value.numpy().tobytes() for value in model_of(seed).state_dict().values()] for seed in (1, 2, 3)}
+    save_file(model_of(3).state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = [model_of(), model_of()]
+    with trainer_client.zero.Init(seed=1):
+        recorded = model_of()
+    with Daemon(tmp_path / "state") as daemon:
+        config = config_for(daemon.address, "default")
+        del config["paramserver"]["job"]
+        with opened(model_of(1), config) as engine:
+            assert values_of(engine) == expected[1]
+            before = engine.job
+        optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        with trainer_client.initialize(model=model_of(1), config=config | optimizer)[0] as trainer:
+            for _ in range(2):
+                trainer.backward(trainer(INPUTS).square().mean())
+                trainer.step()
+            trained = [value.numpy().tobytes() for value in trainer.full_state_dict().values()]
+        assert trained not in expected.values()
+
+        jobs = []
+        for seed in (1, 2):
+            with opened(model_of(seed), config) as engine:
+                assert (values_of(engine), engine.step_number) == (expected[seed], 0)
+                jobs.append(engine.job)
+        assert jobs[0] == before != jobs[1]
+        for path in (tmp_path, tmp_path / "model.safetensors"):
+            with opened(model_of(1), config, weights=path) as engine:
+                assert values_of(engine) == expected[3]
+        # A user who names the job, or whose model has no values, gets the trained weights.
+        named = config_for(daemon.address, "default")
+        for model, keys in ((model_of(1), named), (empty[0], config), (recorded, config)):
+            with opened(model, keys) as engine:
+                assert (values_of(engine), engine.job, engine.step_number) == (trained, "default", 2)
+        # A model of zero.Init might have had values of its own.
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len([text for text in warnings if "if the store has job 'default', the model gets its" in text]) == 1
+        with opened(empty[1], config, weights=tmp_path) as engine:
+            assert values_of(engine) == expected[3]
+
+
+def test_a_model_of_which_some_parameters_have_values_keeps_them(model_store: str) -> None:
+    config = config_for(model_store, "")
+    del config["paramserver"]["job"]
+    jobs = []
+    for seed in (6, 7):
+        with trainer_client.zero.Init(seed=1):
+            model = model_of(1)
+        model[2] = nn.Linear(8, 2)
+        nn.init.constant_(model[2].weight, seed)
+        nn.init.zeros_(model[2].bias)
+        with opened(model, config) as engine:
+            state = engine.full_state_dict()
+            assert torch.equal(state["2.weight"], torch.full((2, 8), float(seed)))
+            jobs.append((engine.job, state["0.weight"].numpy().tobytes()))
+    assert jobs[0][0] != jobs[1][0] and jobs[0][1] == jobs[1][1]
+
+    with torch.device("meta"):
+        model = model_of()
+    model[2] = nn.Linear(8, 2)
+    with pytest.raises(ConfigError, match=r"0\.weight is on the meta device, and others have values.*paramserver\.job"):
+        opened(model, config)
+    with pytest.raises(ConfigError, match=r"inference\.step is 3, .*write paramserver\.job"):
+        opened(model_of(), config | {"paramserver": {"address": model_store, "inference": {"step": 3}}})
+    model = model_of()
+    opened(model, config).close()
+    with pytest.raises(ConfigError, match=r"has no values, .* is closed: name the stored job"):
+        opened(model, config)
+
+
+def test_ranks_with_other_values_get_those_of_rank_0(model_store: str) -> None:
+    run_ranks("tests.integration.support.unlike_models", 2, model_store)
 
 
 def test_a_process_that_a_launcher_has_numbered_puts_the_model_into_the_store(

@@ -224,7 +224,11 @@ class ParamserverSection(Section):
     insecure: Annotated[bool, Agreement.NONE] = Field(
         default=False, description="let the token, and spans for a collector, cross a network in the clear"
     )
-    job: Annotated[str, Field(min_length=1)] = Field(default="default", description="name of the job in the store")
+    job: Annotated[str, Field(min_length=1)] = Field(
+        default="default",
+        description="name of the job in the store; an engine without an optimizer has [a rule of its own]"
+        "(inference.md#where-the-weights-come-from) where it is left out",
+    )
     peers: tuple[str, ...] = Field(
         default=(),
         description="addresses of further stores that have parts of the job and no rank of this run; the run only "

@@ -1,12 +1,11 @@
 """`init_inference` as DeepSpeed has it, `load_checkpoint_and_dispatch` and `disk_offload` as Accelerate has them.
 
-This module owns the meaning of each of their arguments, and the names of jobs that the user has not named. It must
-never ignore an argument that changes the result in DeepSpeed or Accelerate.
+This module owns the meaning of each of their arguments. It must never ignore an argument that changes the result in
+DeepSpeed or Accelerate.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,9 @@ from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
-from trainer_client.initial.loading import Weights
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.owners import is_owned
-from trainer_client.model.parameters import ModelParameter, list_parameters
+from trainer_client.model.parameters import list_parameters
 from trainer_client.model.unit_policy import choose_policy
 
 log = logging.getLogger(__name__)
@@ -262,7 +260,7 @@ def _open(
     zero: Mapping[str, Any] | None,
     paramserver: Mapping[str, Any] | None,
 ) -> InferenceEngine:
-    """Return an engine for a model. If the caller names no job or no host budget, this function chooses them."""
+    """Return an engine for a model. If the caller names no host budget, this function chooses it."""
     wanted = _dtype(dtype)
     if owned := [name for name, tensor in model.named_parameters() if is_owned(tensor)]:
         raise ConfigError(
@@ -273,9 +271,12 @@ def _open(
         model.float()
     parameters = list_parameters(model)
     section = dict(paramserver or {})
-    dtypes = sorted({str(wanted or parameter.tensor.dtype) for parameter in parameters})
-    if "job" not in section:
-        section["job"] = _job_name(model, parameters, checkpoint, dtypes)
+    on_meta = [parameter.fqn for parameter in parameters if parameter.tensor.is_meta]
+    if "job" not in section and checkpoint is None and on_meta:
+        raise ConfigError(
+            f"parameter {on_meta[0]} is on the meta device: pass checkpoint=, or the stored job as "
+            "paramserver={'job': NAME}"
+        )
     has_daemon = bool(section.get("address") or os.environ.get(ADDRESS_VARIABLE))
     if not has_daemon and "host_budget" not in section:
         itemsize = (lambda p: wanted.itemsize) if wanted else (lambda p: p.tensor.dtype.itemsize)
@@ -313,36 +314,3 @@ def _budget(model_bytes: int) -> int:
     """Return a daemon's host budget in bytes: room for the whole model, but at most half of the machine's memory."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(model_bytes * 5 // 4 + (64 << 20), machine // 2)
-
-
-def _job_name(
-    model: nn.Module, parameters: Sequence[ModelParameter], checkpoint: str | Path | None, dtypes: Sequence[str]
-) -> str:
-    """Return a name that follows from the weights, so that processes with the same weights share one job.
-
-    Raises:
-        ConfigError: the model has no values, and no files have them.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr([(p.fqn, tuple(p.shape)) for p in parameters]).encode())
-    digest.update(repr(dtypes).encode())
-    from_files: set[int] = set()
-    if checkpoint is not None:
-        stored = Weights(checkpoint).tensors
-        for path in sorted({tensor.path.resolve() for tensor in stored.values()}):
-            status = path.stat()
-            digest.update(repr((str(path), status.st_size, status.st_mtime_ns, status.st_ino)).encode())
-        from_files = {id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False) if name in stored}
-    for parameter in parameters:
-        if id(parameter.tensor) in from_files:
-            continue
-        tensor = parameter.tensor.detach()
-        if not tensor.is_meta:
-            values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(values.numpy().data)
-        elif checkpoint is None:
-            raise ConfigError(
-                f"parameter {parameter.fqn} is on the meta device: pass checkpoint=, or the stored job as "
-                "paramserver={'job': NAME}"
-            )
-    return f"inference-{digest.hexdigest()}"

@@ -22,6 +22,7 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
+from trainer_client.inference.job_name import choose_job
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.stored_job import newest_step, put
 from trainer_client.inference.units import check_fit, divide
@@ -102,7 +103,8 @@ def open_engine(
         resources.callback(client.close)
         policy_of_dtypes = PrecisionPolicy.of(settings)
         dtypes = [policy_of_dtypes.dtype_of(parameter) for parameter in parameters]
-        weights = _read(client, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
+        job = choose_job(model, parameters, dtypes, settings.paramserver, initial.weights, collectives)
+        weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
         resources.callback(weights.close)
         units = divide(model, parameters, weights.tensors, policy)
         residency = Residency(units, weights, _host_bytes(settings, weights))
@@ -124,6 +126,7 @@ def _sizes(settings: TrainingConfig, world_size: int) -> BatchSizes:
 
 def _read(
     client: StoreClientSync,
+    job: str,
     model: nn.Module,
     parameters: Sequence[ModelParameter],
     dtypes: Sequence[torch.dtype],
@@ -133,13 +136,13 @@ def _read(
     local_rank: int,
     device: torch.device,
 ) -> StepWeights:
-    """Return the step that the config names, put it into the store first if it is missing, and fill the buffers."""
+    """Return the step of the job that is meant, put it into the store first if it is missing, and fill the buffers."""
     section = settings.paramserver
-    is_there = newest_step(client, section.job) is not None
+    is_there = newest_step(client, job) is not None
     if section.resume == "must" and not is_there:
-        raise ConfigError(f"paramserver.resume is 'must', and the store has no committed step of job {section.job!r}")
+        raise ConfigError(f"paramserver.resume is 'must', and the store has no committed step of job {job!r}")
     if section.resume == "never" and is_there:
-        raise ConfigError(f"paramserver.resume is 'never', and the store has job {section.job!r} already")
+        raise ConfigError(f"paramserver.resume is 'never', and the store has job {job!r} already")
     (is_missing,) = collectives.any_rank([not is_there], "the look for the stored model")
     tensors = (*model.parameters(), *model.buffers())
     (is_meta,) = collectives.any_rank([any(tensor.is_meta for tensor in tensors)], "the look at the model")
@@ -155,10 +158,10 @@ def _read(
         if is_missing:
             # A launcher numbers the processes of a node although each may be alone, without a process group.
             writes = (local_rank == 0 or collectives.world_size == 1) and not is_there
-            put(client, section.job, parameters, dtypes, values, collectives, is_writer=writes)
+            put(client, job, parameters, dtypes, values, collectives, is_writer=writes)
     if is_there:
-        log.info("job %r is in the store already: its weights count, and not those of the model", section.job)
-    weights = StepWeights(client, section.job, section.inference.step, device)
+        log.info("job %r is in the store already, so the model gets its weights", job)
+    weights = StepWeights(client, job, section.inference.step, device)
     try:
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             tensor = parameter.tensor
@@ -166,7 +169,7 @@ def _read(
             if tensor.dtype != dtype or tensor.device != device:
                 # The store has the values, so a parameter with the right shape, dtype and device is enough here.
                 tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
-        check_fit(parameters, weights.tensors, f"step {weights.step} of job {section.job!r}")
+        check_fit(parameters, weights.tensors, f"step {weights.step} of job {job!r}")
         _fill_buffers(model, weights, device)
         ExtraStates(model, is_loud=True).restore(weights.extra_states)
         cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
