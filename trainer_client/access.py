@@ -6,6 +6,7 @@ commit, which the engine makes.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ from trainer_client.model.whole import hide_whole, show_whole
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
+
+log = logging.getLogger(__name__)
 
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of its FQNs if it is tied)."""
@@ -135,11 +138,14 @@ class StateAccess:
         self._shown: Counter[int] = Counter()
         self._model = model
         # The places of each name in a plain checkpoint, names of tied parameters included; None if the name is a
-        # buffer's, or that of a module's extra state.
+        # buffer's, that of a module's extra state, or one that a module puts there by functions of its own.
         self._state_names = {
             name: self._places.get(id(entry)) for name, entry in model.state_dict(keep_vars=True).items()
         }
+        self._buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
         self._with_extra_state = modules_with_extra_state(model)
+        beside = {name for name, places in self._state_names.items() if places is None}
+        self._own_entries = frozenset(beside - self._buffers - self._with_extra_state.keys())
         self._by_name = {
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
         }
@@ -168,9 +174,11 @@ class StateAccess:
                     weights[parameter.index].view(-1)[parameter.first :][: piece.numel()] = piece.reshape(-1)
         if not keep:
             return {}
+        beside = self._beside_parameters()
         return {
-            name: weights[places[0].parameter.index] if places else self._beside_parameters(name)
+            name: weights[places[0].parameter.index] if places else beside[name]
             for name, places in self._state_names.items()
+            if places or name in beside
         }
 
     @torch.no_grad()
@@ -185,9 +193,10 @@ class StateAccess:
         """
         values: dict[int, torch.Tensor] = {}
         found: dict[str, Any] = {}
+        beside = self._beside_parameters() if keep else {}
         for name, places in self._state_names.items():
             if places is None:
-                found |= {name: self._beside_parameters(name)} if keep else {}
+                found |= {name: beside[name]} if name in beside else {}
                 continue
             parameter = places[0].parameter.whole
             if not (with_frozen or parameter.tensor.requires_grad):
@@ -199,11 +208,16 @@ class StateAccess:
             found |= {name: values[index]} if keep else {}
         return found
 
-    def _beside_parameters(self, name: str) -> Any:
-        """Return a copy of a buffer on the CPU, or a module's extra state, of which only a tensor is copied."""
-        module = self._with_extra_state.get(name)
-        value = self._model.get_buffer(name) if module is None else module.get_extra_state()
-        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    def _beside_parameters(self) -> dict[str, Any]:
+        """Return the entries of the model's state dict that are no parameters, by name.
+
+        Tensors are copies on the CPU. A module may put a name there at one time, and not at another.
+        """
+        return {
+            name: entry.detach().cpu().clone() if isinstance(entry, torch.Tensor) else entry
+            for name, entry in self._model.state_dict(keep_vars=True).items()
+            if self._state_names.get(name, ()) is None
+        }
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype).
@@ -258,13 +272,14 @@ class StateAccess:
     def compare_names(self, state_dict: Mapping[str, Any]) -> StateDictNames:
         """Return which names of the model's state are missing, and which names are not the model's.
 
-        One name of a tied parameter stands for all of them.
+        One name of a tied parameter stands for all of them. A name that a module puts there by functions of its own may
+        be missing.
         """
         given = {id(places) for name in state_dict if (places := self._state_names.get(name)) is not None}
         missing = [
             name
             for name, places in self._state_names.items()
-            if name not in state_dict and (places is None or id(places) not in given)
+            if name not in state_dict and name not in self._own_entries and (places is None or id(places) not in given)
         ]
         return StateDictNames(missing, [name for name in state_dict if name not in self._state_names])
 
@@ -275,7 +290,7 @@ class StateAccess:
             ConfigError: the shape of a weight or of a buffer does not fit.
         """
         for name in state_dict:
-            if name not in self._with_extra_state and self._state_names.get(name, ()) is None:
+            if name in self._buffers and name in self._state_names:
                 wanted, given = self._model.get_buffer(name).shape, state_dict[name].shape
                 if given != wanted:
                     raise ConfigError(
@@ -288,15 +303,28 @@ class StateAccess:
         }
         return self.changes({(name, _MASTER): value for name, value in weights.values()}, local=False)
 
+    def load_own_entries(self, state_dict: Mapping[str, Any]) -> None:
+        """Give the modules the entries of a plain state dict that they put into theirs by functions of their own.
+
+        It can raise what these functions raise.
+        """
+        given = {name: state_dict[name] for name in self._own_entries if name in state_dict}
+        refused = self._model.load_state_dict(given, strict=False).unexpected_keys if given else []
+        if refused and self._collectives.rank == 0:
+            log.warning(
+                "load_state_dict() has left out %s, which modules put into their state dict and do not load",
+                ", ".join(sorted(refused)),
+            )
+
     @torch.no_grad()
     def set_beside_parameters(self, state_dict: Mapping[str, Any]) -> None:
         """Copy the values of a plain state dict into the model's buffers, and give modules their extra states."""
-        for name, places in self._state_names.items():
+        for name in self._state_names:
             if name not in state_dict:
                 continue
             if (module := self._with_extra_state.get(name)) is not None:
                 module.set_extra_state(state_dict[name])
-            elif places is None:
+            elif name in self._buffers:
                 self._model.get_buffer(name).copy_(state_dict[name])
 
     @torch.no_grad()

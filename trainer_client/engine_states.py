@@ -49,7 +49,7 @@ class EngineStates(EngineCore):
         self._commits.wait()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the model's state by name, on the CPU: fp32 (master) weights; buffers and extra states as they are.
+        """Return the model's state by name, on the CPU: fp32 (master) weights; all other entries as they are.
 
         All ranks must call this.
 
@@ -59,7 +59,8 @@ class EngineStates(EngineCore):
             rank0_only: whether only rank 0 gets the state. The other ranks take part, and get an empty dict.
         """
         self._require_open()
-        return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
+        with self._refusals.allow_empty():
+            return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of the engine as a module, by names that begin with "module."; the arguments are torch's.
@@ -81,7 +82,8 @@ class EngineStates(EngineCore):
     ) -> StateDictNames:
         """Set the model's weights, buffers and extra states, between two steps, in a commit. All ranks must call this.
 
-        Optimizer states stay as they are. Every rank must give the same values.
+        Optimizer states stay as they are. Every rank must give the same values. Entries that modules put into their
+        state dict by functions of their own are given to these modules; no commit has them.
 
         Args:
             state_dict: values by name, as `full_state_dict` or the model's `state_dict` returned them, in any
@@ -112,6 +114,8 @@ class EngineStates(EngineCore):
                 f"{', '.join(found.unexpected_keys) or 'none'}: give the model's own state, or strict=False"
             )
         changes = self._access.weight_changes(state_dict)
+        # This comes before the change, so that an error of a module's own functions does not end the run.
+        self._access.load_own_entries(state_dict)
         with self._changing():
             self._access.set_beside_parameters(state_dict)
             self._access.hand_over(changes, self._commits.next)
@@ -184,9 +188,7 @@ class EngineStates(EngineCore):
             OSError, RuntimeError: rank 0 could not write the file; OSError on rank 0, RuntimeError on the others.
         """
         self._require_open()
-        weights = self._access.parameter_state_dict(
-            keep=self._collectives.rank == 0, with_frozen=not exclude_frozen_parameters
-        )
+        weights = self._parameter_state_dict(exclude_frozen_parameters)
         failure: OSError | None = None
         if self._collectives.rank == 0:
             try:
@@ -204,9 +206,15 @@ class EngineStates(EngineCore):
         Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
         """
         self._require_open()
-        keep = self._collectives.rank == 0
-        weights = self._access.parameter_state_dict(keep=keep, with_frozen=not exclude_frozen_parameters)
-        return weights if keep else None
+        weights = self._parameter_state_dict(exclude_frozen_parameters)
+        return weights if self._collectives.rank == 0 else None
+
+    def _parameter_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
+        """Return the weights as forward computes with them on rank 0, else an empty dict. All ranks must call this."""
+        with self._refusals.allow_empty():
+            return self._access.parameter_state_dict(
+                keep=self._collectives.rank == 0, with_frozen=not exclude_frozen_parameters
+            )
 
     def save_checkpoint(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.integration.support.model_runs import build, config_of, optimizer_of, start
@@ -413,6 +414,90 @@ def test_a_run_goes_on_with_the_extra_states_of_its_modules(
     with start(again, config):
         assert [layer.calls for layer in again] == [3, 0]
     assert "Today's values count for: 1._extra_state, which the commit does not have." in caplog.text
+
+
+class Metered(nn.Linear):
+    """A layer with entries of its own in its state dict, as metrics have for states that are no buffers."""
+
+    def __init__(self, inputs: int, outputs: int, *, loads: bool = True) -> None:
+        super().__init__(inputs, outputs)
+        self.seen = torch.zeros(2)
+        self.notes: list[str] = []
+        self._loads = loads
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.notes.append("called")
+        return super().forward(input)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        found = super().state_dict(*args, prefix=prefix, **kwargs)
+        found |= {f"{prefix}seen": self.seen, f"{prefix}notes": list(self.notes)}
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self._loads:
+            self.seen = state_dict.pop(f"{prefix}seen", self.seen)
+            self.notes = state_dict.pop(f"{prefix}notes", self.notes)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_entries_that_modules_put_into_their_state_dict_are_saved_and_loaded(
+    model_store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
+) -> None:
+    def build() -> Any:
+        return nn.Sequential(Metered(4, 4), Metered(4, 1, loads=False))
+
+    _, config = small(model_store, "own-entries", stage)
+    model, plain = build(), build()
+    with start(model, config) as engine:
+        loss_of_step(engine)
+        weights = engine.full_state_dict()
+        engine.save_16bit_model(tmp_path)
+        saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+        consolidated = engine._zero3_consolidated_16bit_state_dict()
+        for state in (weights, saved, consolidated):
+            assert state is not None and state.keys() == plain.state_dict().keys()
+            assert torch.equal(state["0.seen"], torch.ones(2)) and state["1.notes"] == ["called"]
+            assert torch.equal(state["0.weight"], weights["0.weight"])
+        # The tensors that were read do not change with the model.
+        loss_of_step(engine)
+        assert torch.equal(model[0].seen, torch.full((2,), 2.0)) and torch.equal(weights["0.seen"], torch.ones(2))
+        # The first layer loads its entries, and the second one leaves them alone.
+        assert engine.load_state_dict(plain.state_dict() | {"0.notes": ["a"], "1.notes": ["b"]}) == ([], [])
+        assert caplog.text.count("load_state_dict() has left out 1.notes, 1.seen, which") == 1
+        assert torch.equal(model[0].seen, torch.zeros(2)) and model[0].notes == ["a"]
+        assert torch.equal(model[1].seen, torch.full((2,), 2.0)) and model[1].notes == ["called"] * 2
+        assert torch.equal(engine.full_state_dict()["1.weight"], plain[1].weight)
+        # They may be missing.
+        assert engine.load_state_dict({name: value for name, value in weights.items() if "0.s" not in name}) == ([], [])
+        assert torch.equal(engine.full_state_dict()["1.weight"], weights["1.weight"])
+    again = build()
+    again[1]._loads = True
+    again.load_state_dict(weights)
+    assert torch.equal(again[1].seen, torch.ones(2)) and again[0].notes == ["called"]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_files_have_no_entries_that_modules_put_into_their_state_dict(
+    model_store: str, tmp_path: Path, strict: bool
+) -> None:
+    plain = nn.Sequential(Metered(4, 4))
+    state = {name: value for name, value in plain.state_dict().items() if name != "0.notes"}
+    save_file(state, tmp_path / "with.safetensors")
+    save_file({name: value for name, value in state.items() if name != "0.seen"}, tmp_path / "model.safetensors")
+    config = config_of(model_store, f"own-entries-{strict}")
+    with start(nn.Sequential(Metered(4, 4)), config, weights=tmp_path, strict_weights=strict) as engine:
+        assert torch.equal(engine.full_state_dict()["0.weight"], plain.state_dict()["0.weight"])
+    config = config_of(model_store, f"own-entries-{strict}-with")
+    arguments = {"weights": tmp_path / "with.safetensors", "strict_weights": strict}
+    if strict:
+        with pytest.raises(ConfigError, match=r"0\.seen is unexpected.*\n.*strict_weights=False"):
+            start(nn.Sequential(Metered(4, 4)), config, **arguments)
+        return
+    with start(nn.Sequential(Metered(4, 4)), config, **arguments) as engine:
+        assert torch.equal(engine.full_state_dict()["0.weight"], plain.state_dict()["0.weight"])
 
 
 def test_a_model_whose_only_child_is_called_module_loads_its_own_names(model_store: str) -> None:

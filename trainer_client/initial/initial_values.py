@@ -101,8 +101,10 @@ class InitialValues:
         self._are_rounded = are_rounded
         self._origins = self._agree_on_origins(parameters)
         self._agree_on_seeds(parameters)
-        names = [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)]
         keys = {id(p.tensor): p.index for p in parameters}
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        state = model.state_dict(keep_vars=True)
+        names = [(name, entry) for name, entry in state.items() if id(entry) in keys or name in buffers]
         found = weights.match(names, keys, strict=strict_weights) if weights else Found(parameters={}, buffers={})
         recorded = {p.index: p.tensor.data for p in parameters if self._origins[p.index] is Origin.RECORDED}
         self._differing = self._compare_recipes(parameters, recorded)
