@@ -104,6 +104,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
+        for each in (self, original):
+            each.register_state_dict_pre_hook(_warn_of_no_states)
         if idle := [p.fqn for p in parameters if p.tensor.requires_grad and id(p.tensor) not in grouped]:
             log.warning("trainable, but in no parameter group of the optimizer, and never updated: %s", ", ".join(idle))
 
@@ -392,6 +394,13 @@ def make_optimizer(
     for group in original.param_groups:
         group |= {key: value for key, value in section.params.group_settings().items() if key not in group}
     return StoreOptimizer(original, parameters, may_thaw)
+
+
+def _warn_of_no_states(_: torch.optim.Optimizer) -> None:
+    log.warning(
+        "optimizer.state_dict() has the parameter groups and no states, because the store has the states: save a "
+        "checkpoint with engine.save_checkpoint(), or files with engine.export('dcp', ..., optimizer=True)"
+    )
 
 
 def _matching(patterns: Sequence[str], parameters: Sequence[ModelParameter]) -> frozenset[int]:

@@ -204,6 +204,18 @@ def test_direct_use_is_refused_with_what_to_call() -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def test_a_state_dict_without_states_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+
+    for optimizer in taken_over(net, net.parameters(), lr=0.5):
+        caplog.clear()
+        found = optimizer.state_dict()
+
+        assert found["state"] == {} and [group["lr"] for group in found["param_groups"]] == [0.5]
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and "engine.save_checkpoint()" in record.message
+
+
 @pytest.mark.parametrize("flag", ["amsgrad", "maximize", "capturable", "differentiable"])
 def test_flags_that_change_the_arithmetic_are_refused(flag: str) -> None:
     net = model()
