@@ -125,7 +125,7 @@ class EngineStates(EngineCore):
     def export(
         self, format: Format, destination: str | os.PathLike[str], **options: Unpack[FormatOptions]
     ) -> PendingExport | None:
-        """Begin to write the newest committed step as files of another framework, beside the training.
+        """Begin to write the newest committed step, or a kept one, as files of another framework, beside the training.
 
         All ranks must call this.
 
@@ -136,7 +136,8 @@ class EngineStates(EngineCore):
         Args:
             format: as for `trainer_client.exchange.export.export_step`, like all arguments.
             destination: a directory that does not exist, or a URL of one that fsspec knows.
-            options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`.
+            options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`. `kept` names a step
+                that the job keeps, as a checkpoint's manifest does.
 
         Returns:
             The futures of the export on rank 0: `staged` with the number of the step, and `persisted` with the result.
@@ -152,8 +153,10 @@ class EngineStates(EngineCore):
         try:
             if self._collectives.rank == 0:
                 options.setdefault("credentials", self._store.credentials)
-                job, step = self._settings.paramserver.job, self._commits.newest
-                unique, committed = list(dict.fromkeys(stores)), self._commits.answered()
+                # A kept step has its number from the store, and was committed when it was kept.
+                is_kept = options.get("kept") is not None
+                job, step = self._settings.paramserver.job, None if is_kept else self._commits.newest
+                unique, committed = list(dict.fromkeys(stores)), None if is_kept else self._commits.answered()
                 pending = begin_export(unique, job, step, destination, committed=committed, format=format, **options)
                 # The run's own daemon is stopped when the engine leaves, so the engine waits for the export.
                 self._resources.callback(wait, [pending.persisted])

@@ -18,7 +18,7 @@ from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.equality import assert_equal
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
-from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError
+from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError, StoreNotFoundError
 from trainer_client.exchange.export import Format, export_step
 from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run.checkpoint_files import MANIFEST
@@ -80,6 +80,28 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
     with start(config_of(address, job, half=half)) as engine:
         assert engine.resumed_step == STEPS
         assert torch.equal(engine.full_state_dict()["first.weight"], weights["first.weight"])
+
+
+def test_a_run_exports_a_checkpoint_that_it_has_saved(address: str, job: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    with start(config_of(address, job)) as engine:
+        list(steps(engine, SAVED_AT))
+        engine.save_checkpoint(tmp_path)
+        at_save = engine.full_state_dict()
+        list(steps(engine, STEPS))
+        manifest = json.loads((tmp_path / f"global_step{SAVED_AT}" / MANIFEST).read_text())["checkpoint"]
+        pending = engine.export("deepspeed-fp32", tmp_path / "kept", kept=manifest["kept"])
+        newest = engine.export("deepspeed-fp32", tmp_path / "newest")
+        assert pending is not None and newest is not None
+        assert pending.persisted.result(60).step == pending.staged.result() == manifest["step"] == SAVED_AT
+        assert newest.persisted.result(60).step == STEPS
+        wrong = engine.export("deepspeed-fp32", tmp_path / "none", kept="never")
+        assert wrong is not None
+        with pytest.raises(StoreNotFoundError, match="never"):
+            wrong.persisted.result(60)
+        list(steps(engine, STEPS + 1))
+    weights = torch.load(tmp_path / "kept" / "pytorch_model.bin", weights_only=True)
+    assert weights and all(torch.equal(value, at_save[name]) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("at", ["after a backward", "between micro-batches", "after a forward"])
