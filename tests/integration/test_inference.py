@@ -335,3 +335,69 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(examples) == 2
     for example in examples:
         exec(compile(example, "docs/inference.md", "exec"), {})
+
+
+class Pooled(nn.Module):
+    """A classifier that takes the mean of all positions, padded ones included."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.encoder(inputs, src_key_padding_mask=padded).mean(dim=1))
+        return output
+
+
+@pytest.fixture(params=[True, False], ids=["fast path", "no fast path"])
+def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(request.param)
+    yield request.param
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_fast_path_of_torchs_encoder_is_left_where_weights_are_released(
+    store: Daemon, fast_path: bool, nested: bool
+) -> None:
+    """docs/models.md says so, and which of torch's settings give the same logits."""
+    inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return Pooled(nested=nested).eval()
+
+    @torch.no_grad()
+    def logits_of(model: Any) -> torch.Tensor:
+        logits: torch.Tensor = model.eval()(inputs, padded)
+        return logits
+
+    plain, frozen = logits_of(build()), logits_of(build().requires_grad_(False))
+    # The pairs of logits and of those to which they should be equal, by whether the encoder finds released weights.
+    pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
+    job = f"encoder {fast_path} {nested}"
+    for stage in (0, 2, 3):
+        config = config_for(store.address, f"{job} {stage}") | {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage},
+        }
+        with trainer_client.initialize(model=build(), config=config)[0] as trainer:
+            pairs[stage == 3].append((logits_of(trainer), plain))
+    for host_bytes in (None, 0):
+        with opened(build(), config_for(store.address, job, host_bytes)) as engine:
+            pairs[host_bytes == 0].append((logits_of(engine), frozen))
+    released = pairs[True]
+    if not fast_path:
+        assert all(torch.equal(logits, expected) for logits, expected in (*pairs[False], *released))
+        return
+    for logits, expected in pairs[False] if nested else (*pairs[False], *released):
+        torch.testing.assert_close(logits, expected)
+    # The second sample has padded positions, and these are 0 only where the encoder finds the weights.
+    for logits, expected in released if nested else ():
+        torch.testing.assert_close(logits[0], expected[0])
+        assert not torch.allclose(logits[1], expected[1], atol=1e-2)
