@@ -80,9 +80,11 @@ class Loan:
             InvalidRequestError: the bytes leave the address space that the borrower has asked for.
         """
         self._check(first_byte, len(data))
-        parts, before = list(_parts(first_byte, len(data))), set(self._segments)
+        parts = list(_parts(first_byte, len(data)))
+        # A chunk lies in two segments at most, and the loan may have hundreds of thousands.
+        new = [part[0] for part in parts if part[0] not in self._segments]
         if first_byte + len(data) > self.size_bytes or not all(self._memory.provide(self, part[0]) for part in parts):
-            self._memory.release(self, self._segments.keys() - before)
+            self._memory.release(self, [segment for segment in new if segment in self._segments])
             return False
         for segment, offset, start, end in parts:
             self._view(segment)[offset : offset + end - start] = data[start:end]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,37 @@ async def test_a_part_of_a_segment_that_was_taken_back_does_not_come_again_with_
         assert loan.read(0, 4096) is None
         assert bytes(loan.read(4096, 8000) or b"") == bytes(DATA[:8000])
         loan.end()
+
+
+async def test_a_chunk_that_is_kept_costs_the_same_in_a_loan_of_any_size(tmp_path: Path) -> None:
+    """The event loop of a lender has other work than to look at each segment of a loan for each chunk."""
+
+    def most_bytes_of_a_keep() -> int:
+        tracemalloc.start()
+        try:
+            assert loan.keep(0, DATA[:4096])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    async with opened(tmp_path, host_budget_bytes=80 * MIB, lend_bytes=64 * MIB) as engine:
+        loan = loan_of(engine, 64 * MIB)
+        assert loan.keep(0, DATA)
+        of_one = most_bytes_of_a_keep()
+        assert all(loan.keep(number * MIB, DATA) for number in range(1, 64))
+        assert most_bytes_of_a_keep() < of_one + 1024
+        loan.end()
+
+
+async def test_a_chunk_for_whose_end_there_is_no_room_takes_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 * MIB, lend_bytes=2 * MIB) as engine:
+        loan, other = loan_of(engine, 4 * MIB), loan_of(engine, 4 * MIB)
+        assert loan.keep(0, DATA)
+        # The first of the two segments of this chunk would be the last one of the budget.
+        assert not other.keep(SEGMENT_BYTES - 4096, DATA[:8192])
+        assert (loan.used_bytes, other.used_bytes, engine.lent.used_bytes) == (SEGMENT_BYTES, 0, SEGMENT_BYTES)
+        loan.end()
+        other.end()
 
 
 async def test_a_loan_ends_while_a_prefetch_waits_for_more_room_than_it_frees(tmp_path: Path) -> None:
