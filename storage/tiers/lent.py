@@ -12,6 +12,7 @@ the borrower writes to a part of it, has only the pages that were written since.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ class Loan:
         # A chunk lies in two segments at most, and the loan may have hundreds of thousands.
         new = [part[0] for part in parts if part[0] not in self._segments]
         if first_byte + len(data) > self.size_bytes or not all(self._memory.provide(self, part[0]) for part in parts):
-            self._memory.release(self, [segment for segment in new if segment in self._segments])
+            self._memory.release([(self, segment) for segment in new if segment in self._segments])
             return False
         for segment, offset, start, end in parts:
             self._view(segment)[offset : offset + end - start] = data[start:end]
@@ -109,7 +110,7 @@ class Loan:
     def discard(self, first_byte: int, nbytes: int) -> None:
         """Free the segments that lie within the given bytes, which the borrower needs no more."""
         first, end = -(-first_byte // SEGMENT_BYTES), (first_byte + nbytes) // SEGMENT_BYTES
-        self._memory.release(self, [segment for segment in self._segments if first <= segment < end])
+        self._memory.release([(self, segment) for segment in self._segments if first <= segment < end])
 
     def end(self) -> None:
         """Free the memory of the loan, and forget it. A repeated call has no effect."""
@@ -181,12 +182,20 @@ class LentMemory:
         """Lend within other limits from now on. What exceeds them is taken back at once."""
         self.budget_bytes, self._per_borrower_bytes = budget_bytes, per_borrower_bytes
         self._set_sizes()
-        for loan in self._loans:
-            excess = [segment for segment in loan._segments if (segment + 1) * SEGMENT_BYTES > loan.size_bytes]
-            loan.taken_back_bytes += len(excess) * SEGMENT_BYTES
-            self.release(loan, excess)
-        while self.used_bytes > budget_bytes and (range_ := self._take_back()) is not None:
-            self.host.free(range_)
+        used_by: Counter[str] = Counter()
+        excess = []
+        # The segments that were taken first stay, and within each limit the newest ones are taken back.
+        for loan, segment in self._taken:
+            if (
+                (segment + 1) * SEGMENT_BYTES > loan.size_bytes
+                or used_by[loan.identity] + SEGMENT_BYTES > self._borrower_limit_bytes
+                or used_by.total() + SEGMENT_BYTES > budget_bytes
+            ):
+                loan.taken_back_bytes += SEGMENT_BYTES
+                excess.append((loan, segment))
+            else:
+                used_by[loan.identity] += SEGMENT_BYTES
+        self.release(excess)
 
     def provide(self, loan: Loan, segment: int) -> bool:
         """Return whether a loan has the memory of a segment, which is taken from free room if it is not there yet."""
@@ -207,13 +216,13 @@ class LentMemory:
         self._taken[loan, segment] = None
         return True
 
-    def release(self, loan: Loan, segments: Iterable[int]) -> None:
-        """Free the memory of segments.
+    def release(self, segments: Iterable[tuple[Loan, int]]) -> None:
+        """Free the memory of segments of loans.
 
-        All of them leave the loan first, because a request that is given the room may take back others of the loan.
+        All of them leave their loans first, because a request that is given the room may take back others.
         """
         freed = []
-        for segment in segments:
+        for loan, segment in segments:
             del self._taken[loan, segment]
             freed.append(loan._segments.pop(segment).range_)
         self.host.free_all(freed)
@@ -225,7 +234,7 @@ class LentMemory:
         loan.is_ended = True
         loan.size_bytes = 0
         self._loans.remove(loan)
-        self.release(loan, list(loan._segments))
+        self.release([(loan, segment) for segment in loan._segments])
         loan.changed.set()
 
     def close(self) -> None:

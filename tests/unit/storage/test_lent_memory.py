@@ -138,6 +138,10 @@ async def test_the_limits_hold_for_all_for_one_borrower_and_when_they_change(tmp
         assert [second.keep(n * MIB, DATA) for n in range(2)] == [True, False]
         assert [other.keep(n * MIB, DATA) for n in range(2)] == [True, False]
         assert engine.lent.used_bytes == 4 * MIB
+        # All loans of one identity together have its limit, and the segment that it took last goes.
+        engine.lent.resize(64 * MIB, 2 * MIB)
+        assert [loan.used_bytes for loan in (first, second, other)] == [2 * MIB, 0, MIB]
+        assert [loan.taken_back_bytes for loan in (first, second, other)] == [0, MIB, 0]
         first.changed.clear()
         engine.lent.resize(MIB, None)
         assert engine.lent.used_bytes == MIB and first.changed.is_set() and first.size_bytes == MIB
