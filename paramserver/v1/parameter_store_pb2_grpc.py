@@ -425,7 +425,8 @@ class ParameterStoreServicer:
     def AccessLoan(self, request_iterator, context):
         """Keeps bytes in a loan and reads them back. The first message names the loan, and has no answer. Each further message
         has one answer, in the order of the messages. Bytes that the lender has taken back, or that were never kept, are
-        answered with `gone`. A borrower must verify what it reads. The stream ends with its loan.
+        answered with `gone`, and so are those that it cannot send now. A borrower must verify what it reads. The stream
+        ends with its loan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

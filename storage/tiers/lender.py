@@ -27,6 +27,8 @@ class BorrowedMemory(Protocol):
     async def read(self, spans: Sequence[tuple[int, memoryview]]) -> Sequence[bool]:
         """Fill each buffer with the bytes from its address on, and return for each whether the lender has them.
 
+        A lender that has no room for an answer at the moment answers as if it had taken the bytes back.
+
         A buffer is not touched any more when this has returned, raised or was cancelled.
         """
         ...

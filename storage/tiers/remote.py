@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -363,15 +362,20 @@ class RemoteTier:
             source.asked_bytes -= nbytes
         filled = []
         for move, _, copy in part:
-            answers = list(itertools.islice(found, sum(1 for _ in _spans(copy, move))))
-            if all(answers):
+            gone = [(offset, len(piece)) for _, offset, piece in _spans(copy, move) if not next(found)]
+            if not gone:
                 source.hits += 1
                 source.bytes_read += len(move.buffer)
                 self.counters.bytes_read += len(move.buffer)
                 filled.append(RemoteRead(move, source, copy))
             else:
                 source.misses += 1
-                self._drop(source, copy)
+                # The lender may have taken back these bytes alone, or may have had no room for the answer, so the rest
+                # of the copy stays in use.
+                for offset, nbytes in gone:
+                    # A newer version may own these bytes by now.
+                    if copy.owns(move.region, offset, nbytes):
+                        copy.take(offset, nbytes)
         self._judge(source)
         return filled
 

@@ -17,6 +17,7 @@ class LenderInProcess:
         is_away: refuse new loans.
         is_stopped: answer nothing, like a process that was stopped.
         spoils: change a byte of each span that is read.
+        hidden: the addresses of spans that are answered as if they had been taken back.
     """
 
     def __init__(self, lent: LentMemory, address: str = "lender:1") -> None:
@@ -24,6 +25,7 @@ class LenderInProcess:
         self.is_away = False
         self.is_stopped = False
         self.spoils = False
+        self.hidden: set[int] = set()
         self.loans = 0
         self._lent = lent
         self._memory: MemoryInProcess | None = None
@@ -74,7 +76,8 @@ class MemoryInProcess:
         await self._answer()
         found = []
         for first_byte, buffer in spans:
-            data = self._loan.read(first_byte, len(buffer))
+            is_hidden = first_byte in self._lender.hidden
+            data = None if is_hidden else self._loan.read(first_byte, len(buffer))
             if data is not None:
                 buffer[:] = data
                 buffer[0] ^= self._lender.spoils

@@ -203,6 +203,38 @@ async def test_memory_that_the_lender_takes_back_is_missed_only_in_time(tmp_path
         assert pair.remote.used_bytes == training.version_bytes
 
 
+async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(tmp_path: Path) -> None:
+    """A lender that has no room for an answer says that it has not the bytes, and has the rest of the copy."""
+    async with paired(tmp_path) as pair:
+        nvme, tier, whole = pair.borrower.nvme, pair.remote, memoryview(bytearray(range(256)) * (4 * MIB // 256))
+        old = await nvme.allocate(4 * MIB, "old")
+        old.record(0, whole)
+        assert tier.begin(old, None, NEVER)
+        await tier.push([Move[Region](old, 0, whole)])
+        async with asyncio.timeout(20):
+            while not tier.has(old):
+                await asyncio.sleep(0.001)
+        ((_, _, copy),) = tier.split([Move[Region](old, 0, whole)])[1]
+        tiles = [Move[Region](old, offset, memoryview(bytearray(MIB))) for offset in range(0, 4 * MIB, MIB)]
+        pair.lender.hidden.add(copy.offset + MIB)
+        left = await tier.read(tier.split(tiles)[1], verified=True)
+        pair.lender.hidden.clear()
+        assert [move.offset for move in left] == [MIB]
+        assert [bytes(tile.buffer) == whole[:MIB] for tile in tiles] == [True, False, True, True]
+        # The tile is sent again when it was read from NVMe, and comes from the lender then.
+        elsewhere, remote = tier.split(tiles)
+        assert ([move.offset for move in elsewhere], len(remote)) == ([MIB], 3)
+        assert tier.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
+        await tier.push([Move[Region](old, MIB, whole[:MIB])])
+        async with asyncio.timeout(20):
+            while not tier.has(old):
+                await asyncio.sleep(0.001)
+        assert await tier.read(tier.split(tiles)[1], verified=True) == []
+        assert all(bytes(tile.buffer) == whole[:MIB] for tile in tiles)
+        nvme.free(old)
+        assert tier.used_bytes == 0
+
+
 async def test_a_loan_that_is_too_small_keeps_the_same_part_in_each_step(tmp_path: Path) -> None:
     async with paired(tmp_path, lend_bytes=2 * MIB) as pair:
         training = await trained(pair)
