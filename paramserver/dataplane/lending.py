@@ -24,6 +24,7 @@ from paramserver.security.principals import Principal
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.errors import DataLossError, InvalidRequestError, NotFoundError
 from storage.tiers.lent import LentMemory, Loan
+from storage.waiting import unlogged
 
 # The time in which a borrower must send its request, or the id of its loan, after it has opened a stream.
 REQUEST_SECONDS = 10.0
@@ -99,7 +100,7 @@ class Lending:
         loan = self._lent.open(borrower, owner.identity, context.peer(), request.size_bytes)
         granted, loan_id = _Granted(loan, owner), secrets.token_hex(16)
         self._granted[loan_id] = granted
-        listening = asyncio.ensure_future(_until_closed(requests))
+        listening = unlogged(asyncio.ensure_future(_until_closed(requests)))
         try:
             await self._keep_open(loan_id, granted, listening, context)
         finally:
@@ -112,7 +113,12 @@ class Lending:
     async def _keep_open(
         self, loan_id: str, granted: _Granted, listening: asyncio.Future[None], context: Context
     ) -> None:
-        """Tell the borrower the size of its loan, and each change of it, until it closes the stream."""
+        """Tell the borrower the size of its loan, and each change of it, until it closes the stream.
+
+        Raises:
+            StorageError: the daemon is shutting down, or the borrower has sent a second message.
+            RefusedError: the token does not allow the loan any more.
+        """
         loan, told = granted.loan, -1
         while not listening.done():
             if loan.is_ended:
@@ -125,6 +131,7 @@ class Lending:
             changed: asyncio.Future[Any] = asyncio.ensure_future(loan.changed.wait())
             await asyncio.wait([changed, listening], timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
+        listening.result()
 
     async def access(self, principal: Principal, context: RawContext) -> None:
         """Serve one stream of a loan, until the borrower closes it or the loan ends.

@@ -126,6 +126,10 @@ def test_hostile_messages_of_a_borrower_are_refused_and_take_nothing(tmp_path: P
             with pytest.raises(grpc.RpcError) as error:
                 next(store.BorrowMemory(iter([request]), timeout=10))
             assert error.value.code() is code
+        request = pb.BorrowMemoryRequest(borrower="b", size_bytes=MIB)
+        with pytest.raises(grpc.RpcError, match="after the first message of BorrowMemory there must be none") as error:
+            list(store.BorrowMemory(iter([request, request]), timeout=10))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         borrower = Borrower(channel, 2 * MIB)
         assert borrower.granted.size_bytes == 2 * MIB
         chunk = pb.Chunk(first_byte=0, data=b"x" * 4096)
@@ -151,3 +155,5 @@ def test_hostile_messages_of_a_borrower_are_refused_and_take_nothing(tmp_path: P
         eventually(lambda: not tier_of(lender, pb.TIER_HOST).loans)
         shown = json.loads(printed(lender, "accounts", "--json"))
         assert all(account["settled"] for account in shown["accounts"])
+        assert lender.stop() == 0
+        assert "Traceback" not in lender.log
