@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -240,9 +241,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError."""
+    """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError.
+
+    Of several processes that write the file at the same time, the one that ends last has its text there.
+    """
     make_directory(path.parent)
-    part = path.with_name(f"{path.name}.part")
+    # Two jobs may write the same file at the same time, for example `latest`.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with part.open("w") as file:
             file.write(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,21 @@ def test_the_entries_of_all_new_directories_are_on_the_disk(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", note)
     write(tmp_path / "run" / "a" / "b" / MANIFEST, "{}")
     assert synced >= {tmp_path, tmp_path / "run", tmp_path / "run" / "a", tmp_path / "run" / "a" / "b"}
+
+
+def test_two_jobs_write_one_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_wrote = threading.Barrier(2, timeout=60)
+    sync = os.fsync
+
+    def wait_for_the_other(descriptor: int) -> None:
+        sync(descriptor)
+        if not Path(f"/proc/self/fd/{descriptor}").is_dir():
+            both_wrote.wait()
+
+    monkeypatch.setattr(os, "fsync", wait_for_the_other)
+    texts = ["a" * 10_000, "b" * 9_999]
+    with ThreadPoolExecutor(2) as threads:
+        for writing in [threads.submit(write, tmp_path / "latest", text) for text in texts]:
+            writing.result()
+    assert (tmp_path / "latest").read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
