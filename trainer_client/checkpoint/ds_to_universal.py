@@ -50,8 +50,7 @@ def main(args: Any) -> None:
     """
     source, target = Path(args.input_folder).absolute(), Path(args.output_folder).absolute()
     manifest = replace(files.read_manifest(source), tag=files.check_tag(target.name))
-    files.write(target / files.MANIFEST, manifest.to_json())
-    files.write(target.parent / files.LATEST_UNIVERSAL, manifest.tag)
+    files.write_all({target / files.MANIFEST: manifest.to_json(), target.parent / files.LATEST_UNIVERSAL: manifest.tag})
     log.info("%s names the step that %s keeps", target, source)
 
 

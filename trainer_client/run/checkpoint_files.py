@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -240,21 +240,59 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest.from_json(path.read_bytes(), str(path))
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file that appears at `path` when it is complete and on the disk. It can raise OSError.
+def write_all(contents: Mapping[Path, str]) -> None:
+    """Write files that appear when all of them are complete and on the disk. After an error none of them has changed.
 
-    Of several processes that write the file at the same time, the one that ends last has its text there.
+    The former files are written beside the new ones before any of them gets its name, because a full disk would have
+    no room to write them again. It can raise OSError.
+    """
+    former = {path: _read(path) for path in contents}
+    with ExitStack() as stack:
+        put_former = [stack.enter_context(_prepared(path, content)) for path, content in former.items()]
+        put_new = [stack.enter_context(_prepared(path, text.encode())) for path, text in contents.items()]
+        try:
+            for put in put_new:
+                put()
+        except OSError:
+            for put in put_former:
+                with suppress(OSError):
+                    put()
+            raise
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of a file; None if there is no file. It can raise OSError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def _prepared(path: Path, content: bytes | None) -> Iterator[Callable[[], None]]:
+    """Write a file beside `path`, and yield a function that gives it this name. Both can raise OSError.
+
+    Args:
+        content: the content of the file; None: there is to be no file at `path`, and the function removes it.
     """
     make_directory(path.parent)
     # Two jobs may write the same file at the same time, for example `latest`.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+
+    def put() -> None:
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            part.replace(path)
         sync_directory(path.parent)
+
+    try:
+        if content is not None:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        yield put
     finally:
         part.unlink(missing_ok=True)
 
@@ -270,12 +308,16 @@ def remove(directory: Path, tag: str) -> None:
     It can raise OSError.
     """
     (directory / MANIFEST).unlink(missing_ok=True)
-    root = root_of(directory, tag)
-    latest = root / LATEST
+    latest = root_of(directory, tag) / LATEST
     with suppress(OSError, ValueError):
         if latest.read_text().strip() == tag:
             latest.unlink()
-    # The directory stays if the user has files of his own there.
+    remove_empty(directory, tag)
+
+
+def remove_empty(directory: Path, tag: str) -> None:
+    """Remove the directories of a tag that are empty. The user may have files of his own in them."""
+    root = root_of(directory, tag)
     with suppress(OSError):
         while directory != root:
             directory.rmdir()

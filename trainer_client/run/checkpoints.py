@@ -280,18 +280,15 @@ class Checkpoints:
         with suppress(CheckpointError, OSError):
             before = files.read_manifest(directory)
         replaced = [before.kept] if before is not None and self._retention.was_saved_in(directory, before) else []
-        path = directory / files.MANIFEST
-        files.write(path, manifest.to_json())
+        contents = {directory / files.MANIFEST: manifest.to_json()}
         if save_latest:
-            try:
-                files.write(files.root_of(directory, manifest.tag) / files.LATEST, manifest.tag)
-            except OSError:
-                # The caller makes the stores forget the step, so no manifest must name it.
-                if before is None:
-                    files.remove(directory, manifest.tag)
-                else:
-                    files.write(path, before.to_json())
-                raise
+            contents[files.root_of(directory, manifest.tag) / files.LATEST] = manifest.tag
+        try:
+            # The caller makes the stores forget the step after an error, so no manifest must name it then.
+            files.write_all(contents)
+        except OSError:
+            files.remove_empty(directory, manifest.tag)
+            raise
         for name in replaced:
             self._retention.drop(name)
         self._retention.note(manifest, directory)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer_client.run.checkpoint_files import MANIFEST, decode_user_state, encode_user_state, remove, write
+from trainer_client.run.checkpoint_files import MANIFEST, decode_user_state, encode_user_state, remove, write_all
 
 
 def test_a_state_with_tensors_of_a_device_that_is_not_there_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +41,9 @@ def test_a_tensor_that_json_cannot_hold_is_saved_in_the_format_of_torch() -> Non
 
 def test_a_checkpoint_whose_tag_has_several_parts_is_removed_with_the_name_in_latest(tmp_path: Path) -> None:
     for tag in ("a/b", "a/c"):
-        write(tmp_path / tag / MANIFEST, "{}")
-    write(tmp_path / "latest", "a/b")
-    write(tmp_path / "a" / "latest", "c")
+        write_all({tmp_path / tag / MANIFEST: "{}"})
+    write_all({tmp_path / "latest": "a/b"})
+    write_all({tmp_path / "a" / "latest": "c"})
     remove(tmp_path / "a/c", "a/c")
     # The file beside the directory is not the one that names the tag.
     assert (tmp_path / "a" / "latest").read_text() == "c"
@@ -62,7 +62,7 @@ def test_the_entries_of_all_new_directories_are_on_the_disk(tmp_path: Path, monk
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    write(tmp_path / "run" / "a" / "b" / MANIFEST, "{}")
+    write_all({tmp_path / "run" / "a" / "b" / MANIFEST: "{}"})
     assert synced >= {tmp_path, tmp_path / "run", tmp_path / "run" / "a", tmp_path / "run" / "a" / "b"}
 
 
@@ -78,7 +78,7 @@ def test_two_jobs_write_one_file_at_the_same_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", wait_for_the_other)
     texts = ["a" * 10_000, "b" * 9_999]
     with ThreadPoolExecutor(2) as threads:
-        for writing in [threads.submit(write, tmp_path / "latest", text) for text in texts]:
+        for writing in [threads.submit(write_all, {tmp_path / "latest": text}) for text in texts]:
             writing.result()
     assert (tmp_path / "latest").read_text() in texts
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -349,3 +351,38 @@ def test_the_retention_works_where_the_store_cannot_note_the_directory(tmp_path:
         run.save(tmp_path / "not\u00a0printable", f"step{step}", step)
     assert list(run.store.notes.values()) == [""]
     assert run.can_load(tmp_path / "not\u00a0printable" / "step3")
+
+
+# A save in the place of another one syncs the two former files, the two new ones, and the two directories. A save under
+# a new tag has no former manifest, and makes a directory, whose parent is synced.
+@pytest.mark.parametrize("synced", range(6))
+def test_a_save_that_fails_for_want_of_room_leaves_the_former_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: int
+) -> None:
+    run = Run()
+    saved = run.save(tmp_path, "last", 1)
+    former, left, sync = (saved / files.MANIFEST).read_text(), synced, os.fsync
+
+    def fill_the_disk(descriptor: int) -> None:
+        nonlocal left
+        if left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left -= 1
+        sync(descriptor)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", fill_the_disk)
+        run.save(tmp_path, "last", 2)
+    assert (saved / files.MANIFEST).read_text() == former
+    assert run.can_load(saved) and len(run.store.notes) == 1
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        left = synced
+        patch.setattr(os, "fsync", fill_the_disk)
+        run.save(tmp_path, "new", 3)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "last",
+        f"last/{files.MANIFEST}",
+        "latest",
+    ]
+    assert (tmp_path / "latest").read_text() == "last" and len(run.store.notes) == 1
+    assert run.can_load(run.save(tmp_path, "last", 4))
