@@ -308,7 +308,8 @@ class ParamserverStrategy(DDPStrategy):
         path = self.broadcast(checkpoint_path)
         # Lightning wants the entry, which a manifest does not have, because the engine loads what would be in it.
         states: dict[str, Any] = {"optimizer_states": []}
-        if not Path(path).is_dir():
+        # Rank 0 alone writes and reads manifests, and other nodes may not have the directory.
+        if not self.broadcast(Path(path).is_dir()):
             states.update(super().load_checkpoint(path, weights_only))
             return states
         assert self.lightning_module is not None

@@ -53,7 +53,10 @@ def run(strategy: Any, directory: Path, **arguments: Any) -> tuple[Trainer, dict
 
 
 def resumed(store: str, directory: Path) -> dict[str, Any]:
-    """Train a model at stage 3 without memory, and train it again from the checkpoint after its second epoch."""
+    """Train a model at stage 3 without memory, and train it again from the checkpoint after its second epoch.
+
+    Rank 0 alone sees the directory of the checkpoint.
+    """
     whole = make(store, STAGE_3)
     _, expected = run(whole, directory / "whole", max_epochs=3)
     first = make(store, STAGE_3)
@@ -61,8 +64,14 @@ def resumed(store: str, directory: Path) -> dict[str, Any]:
     files = [path for path in Path(trainer.checkpoint_callback.last_model_path).rglob("*") if path.is_file()]
     (validated,) = trainer.validate(trainer.lightning_module, example.loaders()[1], verbose=False)
     first.close()
+    path = os.path.relpath(trainer.checkpoint_callback.last_model_path)
+    if os.environ["RANK"] != "0":
+        # The path leads nowhere on this rank, as on a node that does not share the directory with rank 0.
+        (directory / "another node").mkdir(exist_ok=True)
+        os.chdir(directory / "another node")
+        assert not Path(path).exists()
     second = make(store, STAGE_3)
-    _, again = run(second, directory / "parts", max_epochs=3, ckpt_path=trainer.checkpoint_callback.last_model_path)
+    _, again = run(second, directory / "parts", max_epochs=3, ckpt_path=path)
     result = {
         "expected": expected["losses"][-len(again["losses"]) :],
         "again": again["losses"],
