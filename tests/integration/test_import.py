@@ -294,6 +294,25 @@ def test_a_checkpoint_of_torch_is_taken_over(address: str, tmp_path: Path) -> No
         assert_equal(engine.full_state_dict(), model.state_dict())
 
 
+# torch says so, although `no_dist` asks for it.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_states_without_the_names_of_weights_are_refused_and_the_weights_alone_are_not(
+    address: str, tmp_path: Path
+) -> None:
+    model = make_mixed()
+    optimizer = optimizer_of(model)
+    train_plain(model, optimizer, WarmupLR(optimizer, **SCHEDULE), range(3))
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    before = jobs_of(address)
+    with pytest.raises(ImportCheckpointError, match=r"states of '0' and 9 more, and no weight of such a name"):
+        import_checkpoint(address, "numbered", tmp_path)
+    assert jobs_of(address) == before
+    result = import_checkpoint(address, "numbered", tmp_path, exclude=["last.weight"], weights_only=True)
+    assert (result.step, result.states) == (0, ())
+    with resume(address, "numbered", Mixed()) as engine:
+        assert_equal(engine.full_state_dict(), model.state_dict())
+
+
 def test_any_number_of_ranks_goes_on(address: str, tmp_path: Path) -> None:
     model = build_model(Run())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

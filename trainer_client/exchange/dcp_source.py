@@ -66,13 +66,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run any code")
 
 
-def open_dcp(path: Path, *, verify: bool) -> Checkpoint:
+def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpoint:
     """Open a checkpoint of torch.distributed.checkpoint.
 
     Weights are the tensors below an entry `model`, at any depth; without one, all tensors that are not the optimizer's.
+    States belong to weights by name.
+
+    Args:
+        verify: whether all files are read and compared with their checksums first.
+        weights_only: whether the optimizer is left out.
 
     Raises:
-        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has a state of no weight.
     """
     metadata = _read_metadata(path / DCP_METADATA)
     files = _Files(path, metadata)
@@ -82,6 +87,15 @@ def open_dcp(path: Path, *, verify: bool) -> Checkpoint:
     if not weights:
         raise ImportCheckpointError(
             f"{path} has no tensors of a model; its entries: {', '.join(sorted(metadata.state_dict_metadata)[:5])}"
+        )
+    if weights_only:
+        states = {}
+    elif foreign := sorted(states.keys() - weights.keys()):
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ImportCheckpointError(
+            f"{path} has optimizer states of {foreign[0]!r}{more}, and no weight of such a name: save the dict that "
+            "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns, in which "
+            "states have the names of their weights, or import the weights alone (--weights-only)"
         )
     aliases = files.aliases(weights)
     tensors = []

@@ -118,7 +118,7 @@ def import_checkpoint(
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     with local_source(source) as path:
-        checkpoint = _without(_opened(path, tag, verify=verify), exclude, is_excluded)
+        checkpoint = _without(_opened(path, tag, verify=verify, weights_only=weights_only), exclude, is_excluded)
         if weights_only:
             checkpoint = _weights_of(checkpoint)
         tensors, buffers = divide(checkpoint, is_buffer)
@@ -153,27 +153,27 @@ def import_checkpoint(
     )
 
 
-def _opened(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
+def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:
     """Open a checkpoint, and turn any error about records of an unexpected form into ImportCheckpointError.
 
     It can raise ImportCheckpointError.
     """
     try:
-        return _open(path, tag, verify=verify)
+        return _open(path, tag, verify=verify, weights_only=weights_only)
     except TrainerClientError:
         raise
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, OSError) as error:
         raise ImportCheckpointError(f"{path} has a record that is not as its format has it: {error!r}") from error
 
 
-def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
+def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:
     """Open a checkpoint of whichever format it has. It can raise ImportCheckpointError."""
     if tag is not None or is_deepspeed(path):
         return open_deepspeed(path, tag, verify=verify)
     if (path / DCP_METADATA).is_file():
         from trainer_client.exchange.dcp_source import open_dcp  # noqa: PLC0415 - takes 1 s
 
-        return open_dcp(path, verify=verify)
+        return open_dcp(path, verify=verify, weights_only=weights_only)
     if path.suffix == ".safetensors" or (path / SAFETENSORS).is_file() or (path / SAFETENSORS_INDEX).is_file():
         return open_safetensors(path, verify=verify)
     if is_state_dict(path):
