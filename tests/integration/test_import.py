@@ -163,6 +163,20 @@ def test_a_run_of_deepspeed_goes_on_bit_for_bit(address: str, tmp_path: Path, la
         assert torch.equal(squares, optimizer.state[model.get_parameter("first.weight")]["exp_avg_sq"])
 
 
+def test_the_weights_alone_are_imported_whatever_states_the_optimizer_has(address: str, tmp_path: Path) -> None:
+    model = make_mixed()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=True)
+    train_plain(model, optimizer, WarmupLR(optimizer, **SCHEDULE), range(2))
+    kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    write_checkpoint(tmp_path, model, optimizer, layout="stage 3", ranks=2, step=2, samples=16, kinds=kinds)
+    with pytest.raises(ImportCheckpointError, match="a state 'max_exp_avg_sq', which no optimizer here has"):
+        import_checkpoint(address, "amsgrad", tmp_path / "global_step2")
+    result = import_checkpoint(address, "amsgrad", tmp_path / "global_step2", weights_only=True)
+    assert (result.step, result.states) == (0, ())
+    with resume(address, "amsgrad", Mixed()) as engine:
+        assert_equal(engine.full_state_dict(), model.state_dict())
+
+
 def test_a_run_begins_with_a_checkpoint_and_its_own_daemon(tmp_path: Path) -> None:
     model = make_mixed()
     optimizer = optimizer_of(model)

@@ -51,13 +51,14 @@ _OWN_ENTRIES = frozenset(
 )
 
 
-def open_deepspeed(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
+def open_deepspeed(path: Path, tag: str | None, *, verify: bool, weights_only: bool = False) -> Checkpoint:
     """Open a ZeRO checkpoint of DeepSpeed.
 
     Args:
         path: the directory that was passed to `save_checkpoint`, or that of one tag in it.
         tag: the tag; None: the one that `latest` names, or `path` is the directory of a tag.
         verify: whether all files are read and compared with their checksums first.
+        weights_only: whether the optimizer's states are left out, of whichever kind they are.
 
     Raises:
         ImportCheckpointError: the checkpoint is damaged, incomplete, or of a layout that this module cannot read.
@@ -67,7 +68,7 @@ def open_deepspeed(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
     if verify:
         verify_checksums([*models, *optimizers])
     states = [load_dict(file) for file in optimizers]
-    reader = _Reader(directory, models, optimizers, states)
+    reader = _Reader(directory, models, optimizers, states, weights_only=weights_only)
     return reader.read()
 
 
@@ -79,11 +80,18 @@ class _Reader:
     """The reading of one checkpoint."""
 
     def __init__(
-        self, directory: Path, models: Sequence[Path], files: Sequence[Path], states: Sequence[dict[str, Any]]
+        self,
+        directory: Path,
+        models: Sequence[Path],
+        files: Sequence[Path],
+        states: Sequence[dict[str, Any]],
+        *,
+        weights_only: bool,
     ) -> None:
         self._directory = directory
         self._files = files
         self._model_files = models
+        self._weights_only = weights_only
         self._model = load_dict(models[0])
         self._ranks = [
             self._entry(path, state, "optimizer_state_dict", dict) for path, state in zip(files, states, strict=True)
@@ -174,7 +182,7 @@ class _Reader:
         found: dict[str, CheckpointTensor] = {}
         for number, group in enumerate(shapes):
             parts: dict[Kind, list[torch.Tensor]] = {"master": [tensors[number] for tensors in flat]}
-            for kind in self._state_kinds(optimizers, number):
+            for kind in () if self._weights_only else self._state_kinds(optimizers, number):
                 parts[kind] = [
                     self._flat(rank, f"{kind} of group {number}", optimizer.states[number].get(kind))
                     for rank, optimizer in enumerate(optimizers)

@@ -169,7 +169,7 @@ def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) ->
 def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:
     """Open a checkpoint of whichever format it has. It can raise ImportCheckpointError."""
     if tag is not None or is_deepspeed(path):
-        return open_deepspeed(path, tag, verify=verify)
+        return open_deepspeed(path, tag, verify=verify, weights_only=weights_only)
     if (path / DCP_METADATA).is_file():
         from trainer_client.exchange.dcp_source import open_dcp  # noqa: PLC0415 - takes 1 s
 

@@ -82,12 +82,14 @@ def write_checkpoint(
     samples: int,
     scheduler: Mapping[str, Any] | None = None,
     client_state: Mapping[str, Any] | None = None,
+    kinds: Sequence[str] = STATES,
 ) -> Path:
     """Write the checkpoint `directory`/global_stepN of a run of `ranks` ranks, and return its directory.
 
     Args:
         model: a model in fp32, whose weights are the fp32 masters.
         optimizer: an AdamW with its states.
+        kinds: the kinds of states that are written.
     """
     target = directory / f"global_step{step}"
     target.mkdir(parents=True)
@@ -103,7 +105,7 @@ def write_checkpoint(
         owners, groups = [owner for owner, _ in cut], [group for _, group in cut]
     flat = {
         kind: [_partitions(_values(group, optimizer, kind), ranks, whole=layout == "stage 3") for group in groups]
-        for kind in ("master", *STATES)
+        for kind in ("master", *kinds)
     }
     numels = [sum(p.numel() for p in group) for group in groups]
     settings = [
@@ -114,7 +116,7 @@ def write_checkpoint(
     with _deepspeed():
         for rank in range(ranks):
             states = {
-                number: {"step": torch.tensor(float(step))} | {kind: flat[kind][number][rank] for kind in STATES}
+                number: {"step": torch.tensor(float(step))} | {kind: flat[kind][number][rank] for kind in kinds}
                 for number in range(len(groups))
             }
             masters = [partitions[rank] for partitions in flat["master"]]
