@@ -327,6 +327,21 @@ def test_states_without_the_names_of_weights_are_refused_and_the_weights_alone_a
         assert_equal(engine.full_state_dict(), model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_states_of_torch_that_no_optimizer_here_has_are_refused(address: str, tmp_path: Path) -> None:
+    model = make_mixed()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=True)
+    train_plain(model, optimizer, WarmupLR(optimizer, **SCHEDULE), range(2))
+    states = get_optimizer_state_dict(model, optimizer)
+    save({"model": get_model_state_dict(model), "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ImportCheckpointError, match="a state 'max_exp_avg_sq', which no optimizer here has"):
+        import_checkpoint(address, "amsgrad of torch", tmp_path, exclude=["last.weight"])
+    result = import_checkpoint(address, "amsgrad of torch", tmp_path, exclude=["last.weight"], weights_only=True)
+    assert (result.step, result.states) == (0, ())
+    with resume(address, "amsgrad of torch", Mixed()) as engine:
+        assert_equal(engine.full_state_dict(), model.state_dict())
+
+
 def test_any_number_of_ranks_goes_on(address: str, tmp_path: Path) -> None:
     model = build_model(Run())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

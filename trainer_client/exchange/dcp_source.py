@@ -77,7 +77,8 @@ def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpo
         weights_only: whether the optimizer is left out.
 
     Raises:
-        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has a state of no weight.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has a state of no weight
+            or of an unknown kind.
     """
     metadata = _read_metadata(path / DCP_METADATA)
     files = _Files(path, metadata)
@@ -103,6 +104,11 @@ def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpo
         if name in aliases:
             continue
         weight = files.values(key)
+        if unknown := [kind for kind, state in states.get(name, {}).items() if files.is_unknown(kind, state)]:
+            raise ImportCheckpointError(
+                f"{path}: the optimizer has a state {unknown[0]!r}, which no optimizer here has "
+                f"({', '.join(STATE_KINDS)}): import the weights alone (--weights-only)"
+            )
         kinds: dict[Kind, _Chunks] = {}
         for kind in STATE_KINDS:
             if (state := states.get(name, {}).get(kind)) is not None:
@@ -320,6 +326,11 @@ class _Files:
         flat = values.detach().contiguous().reshape(-1)
         self._last = chunk, flat
         return flat
+
+    def is_unknown(self, kind: str, key: str) -> bool:
+        """Return whether the entry of a state has elements for a kind that no store keeps. A count has none."""
+        entry = self._metadata.state_dict_metadata[key]
+        return kind not in STATE_KINDS and isinstance(entry, TensorStorageMetadata) and len(entry.size) > 0
 
     def scalar(self, key: str) -> int:
         """Return a count that was saved as a tensor or as a number."""
