@@ -18,8 +18,16 @@ from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.equality import assert_equal
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
-from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError, StoreNotFoundError
+from trainer_client.errors import (
+    CheckpointError,
+    ConfigError,
+    ImportCheckpointError,
+    OtherModelError,
+    StoreBudgetError,
+    StoreNotFoundError,
+)
 from trainer_client.exchange.export import Format, export_step
+from trainer_client.exchange.import_checkpoint import import_checkpoint
 from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run.checkpoint_files import MANIFEST
 from trainer_client.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -461,6 +469,11 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(address: str, job: st
         (tmp_path / "theirs" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
         with pytest.raises(CheckpointError, match="paramserver import"):
             engine.load_checkpoint(tmp_path, "theirs")
+        (tmp_path / "latest").rmdir()
+        (tmp_path / "latest").write_text("good")
+        for source, asked in ((tmp_path, None), (tmp_path, "good"), (tmp_path / "good", None)):
+            with pytest.raises(ImportCheckpointError, match=r"good has a checkpoint .* engine\.load_checkpoint\(\)"):
+                import_checkpoint(address, f"{job}-imported", source, tag=asked)
 
         (kept,) = kept_in(address, job)
         with admin_of(address) as store:

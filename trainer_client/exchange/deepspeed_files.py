@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange import torch_files
-from trainer_client.exchange.source import name_within
+from trainer_client.exchange.source import check_foreign, name_within
 
 LATEST = "latest"
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -82,6 +82,7 @@ def find_files(directory: Path) -> tuple[list[Path], list[Path]]:
 
     It can raise ImportCheckpointError.
     """
+    check_foreign(directory)
     found: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
     for name in _names(directory):
         if _EXPERT_FILE.fullmatch(name):

@@ -20,7 +20,7 @@ from trainer_client.exchange.deepspeed_zero import open_deepspeed
 from trainer_client.exchange.export import DTYPES, Progress, WeightDType
 from trainer_client.exchange.imported_job import ImportedJob
 from trainer_client.exchange.imported_state import encode_state
-from trainer_client.exchange.source import DCP_METADATA, local_source
+from trainer_client.exchange.source import DCP_METADATA, check_foreign, local_source
 from trainer_client.exchange.weight_files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
@@ -178,6 +178,7 @@ def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> C
         return open_safetensors(path, verify=verify)
     if is_state_dict(path):
         return open_state_dict(path, verify=verify)
+    check_foreign(path)
     raise ImportCheckpointError(
         f"{path} is no checkpoint that is read: it has no {SAFETENSORS}, pytorch_model.bin, an index of several of "
         "these, .metadata (torch.distributed.checkpoint), or mp_rank_00_model_states.pt (DeepSpeed)"

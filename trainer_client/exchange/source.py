@@ -19,6 +19,7 @@ from fsspec.core import url_to_fs
 from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange import torch_files
 from trainer_client.exchange.destination import CHECKSUMS
+from trainer_client.run.checkpoint_files import MANIFEST
 
 # The file that makes a directory a checkpoint of torch.distributed.checkpoint.
 DCP_METADATA = ".metadata"
@@ -80,6 +81,16 @@ def name_within(name: object, where: object) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ImportCheckpointError(f"{where} names the file {name!r}, which is not in its own directory")
     return name
+
+
+def check_foreign(directory: Path) -> None:
+    """Raise ImportCheckpointError if a directory has a checkpoint of this library, whose tensors are in a store."""
+    if (directory / MANIFEST).is_file():
+        raise ImportCheckpointError(
+            f"{directory} has a checkpoint that save_checkpoint() of this library has written, whose tensors are in a "
+            "store: load it with engine.load_checkpoint(), or make files of it with `paramserver export --job JOB "
+            f"--kept NAME`, where JOB and NAME are `job` and `kept` in {MANIFEST}, and import these"
+        )
 
 
 def verify_checksums(files: Sequence[Path]) -> None:
