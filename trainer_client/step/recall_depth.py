@@ -15,6 +15,8 @@ MOST_STAYING = 2
 # The most boundaries that are on their way to the store at a time. With two of them, the link has always work.
 MOST_LEAVING = 2
 _MOST_AHEAD = 8
+# After so many boundaries in a row whose recalls the store has not refused, one more is recalled ahead.
+_CALM_BOUNDARIES = 64
 
 
 class RecallDepth:
@@ -32,6 +34,7 @@ class RecallDepth:
         self._window = Window()
         self._units = self._window.units
         self._most = _MOST_AHEAD
+        self._calm = 0
         self._recalled_bytes = 0
         self._recall_seconds = 0.0
         self._computing: Stopwatch | None = None
@@ -52,6 +55,9 @@ class RecallDepth:
             self._computing.stop(lambda began, ended: self._window.note_compute(ended - began))
             self._computing = None
         self._window.note_gather(stalled=stalled)
+        self._calm += 1
+        if self._calm >= _CALM_BOUNDARIES:
+            self._most, self._calm = min(self._most + 1, _MOST_AHEAD), 0
 
     def resume(self) -> None:
         """Take note that a part of the model computes from now on."""
@@ -68,5 +74,8 @@ class RecallDepth:
         return min(self._units, self._most)
 
     def limit(self) -> None:
-        """Recall fewer boundaries ahead from now on, because the store has no room for so many."""
-        self._most = max(1, min(self._units, self._most) - 1)
+        """Recall fewer boundaries ahead for a while, because the store has no room for so many.
+
+        The room may be that of another job, which gives it back when it ends.
+        """
+        self._most, self._calm = max(1, min(self._units, self._most) - 1), 0
