@@ -172,6 +172,15 @@ class Activation(Parkable):
     holder: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    """A request for an activation that waits for room, since a time on the loop's clock."""
+
+    activation: Activation
+    since: float
+    granted: asyncio.Future[ArenaRange]
+
+
 class _Patience:
     """The time for which requests wait for the next update that frees its gradient.
 
@@ -234,9 +243,9 @@ class Gradients:
         self._failure: StorageError | None = None
         self._patience = _Patience(self.relieve)
         # The activations that wait for room, in the order of their requests.
-        self._queue: deque[tuple[Activation, asyncio.Future[ArenaRange]]] = deque()
+        self._queue: deque[_Request] = deque()
         host.when_room_is_short(self.relieve)
-        host.add_queue_behind(lambda: any(not granted.done() for _, granted in self._queue))
+        host.add_queue_behind(lambda: (request.since for request in self._queue if not request.granted.done()))
         host.when_room_is_made(self._serve_activations)
 
     @property
@@ -463,7 +472,7 @@ class Gradients:
         if not self._kept:
             return
         excess = self._kept_bytes - self._room()
-        wanted = self._host.wanted_bytes + sum(activation.nbytes for activation, _ in self._queue)
+        wanted = self._host.wanted_bytes + sum(request.activation.nbytes for request in self._queue)
         short = wanted - sum(memory.nbytes for memory in self._spilling)
         if max(excess, short) <= 0:
             return
@@ -541,17 +550,17 @@ class Gradients:
         Raises:
             BudgetExceededError: there was no room before the deadline.
         """
-        granted: asyncio.Future[ArenaRange] = asyncio.get_running_loop().create_future()
-        request = activation, granted
+        loop = asyncio.get_running_loop()
+        request = _Request(activation, loop.time(), loop.create_future())
         self._queue.append(request)
         self._serve_activations()
-        if not granted.done():
+        if not request.granted.done():
             self._host.announce_shortage()
-        deadline = asyncio.get_running_loop().call_at(self._host.deadline(), self._refuse, activation, granted)
+        deadline = loop.call_at(self._host.deadline(), self._refuse, request)
         try:
-            return await granted
+            return await request.granted
         except asyncio.CancelledError:
-            self._free_granted(granted)
+            self._free_granted(request.granted)
             raise
         finally:
             deadline.cancel()
@@ -562,20 +571,22 @@ class Gradients:
     def _serve_activations(self) -> None:
         """Grant the requests for activations for which there is room, in their order."""
         while self._queue:
-            activation, granted = self._queue[0]
-            if granted.done():
+            request = self._queue[0]
+            activation = request.activation
+            if request.granted.done():
                 self._queue.popleft()
                 continue
             range_ = self._scratch.try_allocate(activation.job, activation.nbytes)
             if range_ is None:
                 return
             self._queue.popleft()
-            granted.set_result(range_)
+            request.granted.set_result(range_)
 
-    def _refuse(self, activation: Activation, granted: asyncio.Future[ArenaRange]) -> None:
+    def _refuse(self, request: _Request) -> None:
         """Fail a request for an activation whose deadline has passed."""
-        if not granted.done():
-            granted.set_exception(
+        activation = request.activation
+        if not request.granted.done():
+            request.granted.set_exception(
                 BudgetExceededError(
                     f"host_budget {self._host.budget_bytes} had no room for {activation.label} of {activation.nbytes} "
                     f"bytes: {self._host.used_bytes} bytes are used; raise host_budget, or move fewer activations"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -95,7 +95,7 @@ class HostTier:
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
         # For each queue behind all allocations, a function that returns whether it has requests.
-        self._queues_behind: list[Callable[[], bool]] = []
+        self._queues_behind: list[Callable[[], Iterable[float]]] = []
         self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
@@ -111,8 +111,8 @@ class HostTier:
 
     @property
     def queue_depth(self) -> int:
-        """The number of allocations that wait for room."""
-        return len(self._waiters)
+        """The number of requests that wait for room."""
+        return sum(1 for _ in self._waiting_since())
 
     @property
     def wanted_bytes(self) -> int:
@@ -121,8 +121,9 @@ class HostTier:
 
     @property
     def waiting_seconds(self) -> float:
-        """The seconds for which the first allocation in the queue has waited; 0 if none waits."""
-        return asyncio.get_running_loop().time() - self._waiters[0].since if self._waiters else 0.0
+        """The seconds for which the oldest request that waits for room has waited; 0 if none waits."""
+        now = asyncio.get_running_loop().time()
+        return now - min(self._waiting_since(), default=now)
 
     @property
     def detail(self) -> str:
@@ -154,18 +155,24 @@ class HostTier:
         for callback in self._on_shortage:
             callback()
 
-    def add_queue_behind(self, has_requests: Callable[[], bool]) -> None:
+    def add_queue_behind(self, waiting_since: Callable[[], Iterable[float]]) -> None:
         """Take note of a queue of requests that are served when no allocation waits.
 
         Args:
-            has_requests: returns whether the queue has requests now.
+            waiting_since: returns for each request in the queue the time, on the loop's clock, at which it came.
         """
-        self._queues_behind.append(has_requests)
+        self._queues_behind.append(waiting_since)
+
+    def _waiting_since(self) -> Iterator[float]:
+        """Yield the time at which each request came that waits now, in a queue behind as well."""
+        yield from (waiter.since for waiter in self._waiters)
+        for waiting_since in self._queues_behind:
+            yield from waiting_since()
 
     @property
     def is_short(self) -> bool:
         """Whether an allocation waits for room, or a request behind all allocations."""
-        return bool(self._waiters) or any(has_requests() for has_requests in self._queues_behind)
+        return any(True for _ in self._waiting_since())
 
     def take_back_first(self, take_back: Callable[[], ArenaRange | None]) -> None:
         """Call `take_back` before a copy is evicted: it returns a lent range, which the tier frees, or None."""

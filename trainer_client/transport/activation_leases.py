@@ -5,6 +5,7 @@ No call of this module is repeated with the next daemon, because the activations
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -23,11 +24,14 @@ class ActivationLeases:
     Args:
         attachments: the rank's connection.
         sender: the thread that parks leases.
+        relieve: has gradients parked if requests wait for room, and returns whether they do. A thread that waits for a
+            lease calls it again and again until then.
     """
 
-    def __init__(self, attachments: Attachments, sender: ThreadPoolExecutor) -> None:
+    def __init__(self, attachments: Attachments, sender: ThreadPoolExecutor, relieve: Callable[[], bool]) -> None:
         self._attachments = attachments
         self._sender = sender
+        self._relieve = relieve
         # A thread of its own reads activations over streams.
         self._reader = ThreadPoolExecutor(1, "paramserver-activations")
 
@@ -38,11 +42,13 @@ class ActivationLeases:
     def acquire(self, nbytes: int) -> Pending[LeasedBytes]:
         """Request a write lease. The result of `wait` raises StoreBudgetError if there is no room."""
         at = self._attachments.current
-        return Pending(
+        pending = Pending(
             lease_calls.acquire(at, [_want(pb.ActivationUse(size_bytes=nbytes))]),
             lambda response: lease_calls.open_write(at, response.leases[0]),
             release=partial(lease_calls.release_granted, at),
         )
+        pending.while_late(self._relieve)
+        return pending
 
     def park(self, leased: LeasedBytes) -> LeasedBytes:
         """Park an activation, and return its lease without the bytes. It does not wait.
@@ -66,9 +72,10 @@ class ActivationLeases:
         at.plane.flush(parked)
         future = lease_calls.acquire(at, [_want(pb.ActivationUse(lease_id=parked.lease_id))])
         pending = Pending(future, lambda response: at.plane.open_read(response.leases[0]))
-        if parked.plane.is_mapped:
-            return pending
-        return Pending(self._reader.submit(pending.wait), lambda leased: leased)
+        if not parked.plane.is_mapped:
+            pending = Pending(self._reader.submit(pending.wait), lambda leased: leased)
+        pending.while_late(self._relieve)
+        return pending
 
     def lost(self) -> DaemonRestartedError:
         """Return the error for activations that only the lost daemon had."""

@@ -133,7 +133,7 @@ class RankStore:
             on_rank_gone=on_rank_gone,
         )
         self._attachments = Attachments(attach, address, credentials, self._recorder, survival)
-        self.activations = ActivationLeases(self._attachments, self._hand_overs)
+        self.activations = ActivationLeases(self._attachments, self._hand_overs, self._relieve_if_pressed)
 
     @property
     def reattach_seconds(self) -> float:

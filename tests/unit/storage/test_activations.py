@@ -154,6 +154,10 @@ async def test_a_request_for_an_activation_that_waits_holds_up_no_other_request(
             await asyncio.sleep(0)
         other = await asyncio.wait_for(engine.scratch.allocate("kept", MIB), 20)
         assert not waiting.done()
+        # Operators and clients see that it waits.
+        assert engine.host.queue_depth == 1
+        await asyncio.sleep(0.01)
+        assert engine.host.waiting_seconds > 0
         engine.scratch.free(most)
         activation = await waiting
         engine.gradients.free(activation)
