@@ -38,6 +38,7 @@ from trainer_client.plan.rehearsal import rehearse
 from trainer_client.report import reporter
 from trainer_client.report.step_report import StepReport, make_report
 from trainer_client.step import gradients
+from trainer_client.step.recall_depth import RecallDepth
 from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
 
@@ -367,6 +368,32 @@ class Tower(nn.Module):
         for block in self.blocks:
             hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
         return hidden.square().mean()
+
+
+def test_boundaries_come_back_if_the_store_has_room_for_one_at_a_time(tmp_path: Path) -> None:
+    """Backward takes a boundary while the device still copies the one before from the only room that there is."""
+    rows = 16 * 1024
+    results, limits = [], mock.Mock()
+    budgets = {"host_budget": "9MiB", "nvme_budget": "1GiB"}
+    with Daemon(tmp_path / "state", budgets) as daemon, mock.patch.object(RecallDepth, "limit", limits):
+        for offload in (False, True):
+            # Gradients on the device take no room between the boundaries.
+            section = {"activations": {"offload": offload, "recompute": False}, "placement": {"gradients": "device"}}
+            config = config_of(daemon.address, f"offload {offload}", "nvme", **section)
+            raw = config | {"optimizer": {"type": "AdamW"}}
+            lag.reset()
+            lag.SCHEDULES["copies late"].use()
+            torch.manual_seed(5)
+            with registered_arena():
+                engine, *_ = trainer_client.initialize(model=Tower().to("lag"), config=raw)
+                with engine:
+                    for _ in range(2):
+                        engine.backward(engine(torch.randn(rows, 64).to("lag")))
+                        engine.step()
+                    results.append({name: value.clone() for name, value in engine.full_state_dict().items()})
+            assert lag.races() == []
+            assert limits.called == offload
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 ROWS = 2048

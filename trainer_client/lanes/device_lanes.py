@@ -163,6 +163,9 @@ class SlotAhead:
     def is_done(self) -> bool:
         return self._filled.query()
 
+    def wait(self) -> None:
+        self._lanes.wait_for(self._filled)
+
     def land(self, target: torch.Tensor) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None, "land or drop was called already"

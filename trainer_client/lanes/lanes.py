@@ -37,6 +37,9 @@ class CopyAhead(Protocol):
     def is_done(self) -> bool:
         """Whether the bytes have left host memory. It does not wait."""
 
+    def wait(self) -> None:
+        """Wait until the bytes have left host memory. Call `land` or `drop` before."""
+
     def land(self, target: torch.Tensor) -> None:
         """Fill `target` [n], uint8, on the device with the bytes. It does not wait; call it once at most."""
 
@@ -175,6 +178,9 @@ class _CopyOnLanding:
     @property
     def is_done(self) -> bool:
         return self._source is None
+
+    def wait(self) -> None:
+        """Do nothing, because `land` has copied the bytes."""
 
     def land(self, target: torch.Tensor) -> None:
         assert self._source is not None, "land or drop was called already"

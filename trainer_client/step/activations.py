@@ -314,8 +314,9 @@ class Activations:
                 try:
                     return (pending or self._store.activations.acquire(nbytes)).wait()
                 except StoreBudgetError as error:
-                    # The store counts a lease until it is parked.
-                    if not self._finish_parking() and pending is None:
+                    # The store counts a lease until it is parked or released.
+                    waited = self._finish_parking()
+                    if not self._finish_landing() and not waited and pending is None:
                         self._refuse(nbytes, error)
                         return None
                     pending = None
@@ -349,6 +350,16 @@ class Activations:
             parked.sent.wait()
         return waited
 
+    def _finish_landing(self) -> bool:
+        """Wait until all leases whose boundaries have landed are released; return whether there was any to wait for."""
+        waited = bool(self._landing) or (self._released is not None and not self._released.is_answered)
+        for ahead, _ in self._landing:
+            ahead.wait()
+        self._release_landed()
+        if self._released is not None:
+            self._released.wait()
+        return waited
+
     def _refuse(self, nbytes: int, error: StoreBudgetError) -> None:
         self._refused_bytes = nbytes
         if not self._has_warned:
@@ -370,6 +381,11 @@ class Activations:
         self._depth.begin(stalled=boundary.ahead is None and not has_come)
         if boundary.ahead is None:
             self._begin_ahead(boundary, self._arrive(boundary))
+        self._land(boundary)
+        self._release_landed()
+
+    def _land(self, boundary: Boundary) -> None:
+        """Give a boundary, whose copy to the device was begun, memory there."""
         ahead, lease = boundary.ahead, boundary.lease
         assert ahead is not None and lease is not None
         began = time.monotonic()
@@ -379,7 +395,6 @@ class Activations:
         boundary.data = data
         self._landing.append((ahead, lease))
         self._recorder.moved(Link.FROM_STORE, "", boundary.nbytes, began)
-        self._release_landed()
 
     def _arrive(self, boundary: Boundary) -> LeasedBytes:
         """Wait until the bytes of a boundary are in host memory, and return its lease."""
@@ -391,12 +406,11 @@ class Activations:
                 return (pending or self._recall(boundary)).wait()
             except StoreBudgetError as error:
                 _forget_frames(error)
-                # Others that were recalled have its room, or those that have landed still had it.
+                # Others that were recalled have its room, or those whose bytes are on their way to the device.
                 self._depth.limit()
-                self._park_others()
+                self._give_way()
                 self._finish_parking()
-                if self._released is not None:
-                    self._released.wait()
+                self._finish_landing()
                 return self._recall(boundary).wait()
         except StoreUnavailableError as error:
             if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
@@ -445,10 +459,12 @@ class Activations:
                 # `_arrive` raises this error, when the boundary is needed.
                 return
 
-    def _park_others(self) -> None:
-        """Park what was recalled and is not needed yet."""
+    def _give_way(self) -> None:
+        """Have what was recalled and is not needed yet leave host memory: to the device, if it is on its way there."""
         for reference in self._order.values():
             boundary = reference()
+            if boundary is not None and boundary.ahead is not None:
+                self._land(boundary)
             if boundary is None or boundary.coming is None:
                 continue
             pending, boundary.coming = boundary.coming, None
