@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -57,21 +58,31 @@ class Round:
         self._rng = rng
 
     def play(self, most_kills: int) -> dict[str, Any]:
-        """Train without kills, then with them, and return the findings."""
+        """Play the round, and return the findings."""
         began = time.monotonic()
         found: dict[str, Any] = {"choice": self._choice, "ranks": self._world_size, "kills": self.kills}
-        try:
-            with Store(CHOICES[self._choice].store, self._directory) as store:
-                quiet = self._result(store, "quiet", most_kills=0)
-                killed = self._result(store, "killed", most_kills)
-                found["resumed_step"] = killed.resumed_step
-                # The last launch has the losses and norms after the step that it resumed from.
-                losses, norms = quiet.losses[-len(killed.losses) :], quiet.norms[-len(killed.norms) :]
-                assert_bit_equal(killed, replace(quiet, losses=losses, norms=norms))
-                assert_nothing_left(store.daemon)
-        except AssertionError as error:
-            found["error"] = str(error)[-4000:]
+        with Store(CHOICES[self._choice].store, self._directory) as store:
+            try:
+                found["resumed_step"] = self._compare(store, most_kills)
+            except AssertionError as error:
+                found["error"] = str(error)[-4000:]
+            except grpc.RpcError as error:
+                # The daemon may hang, and its log is removed with the directory.
+                found["error"] = f"{error}\n{store.daemon.log}"[-8000:]
         return found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def _compare(self, store: Store, most_kills: int) -> int:
+        """Train without kills, then with them, compare the results, and return the step of the last resume.
+
+        It can raise AssertionError and grpc.RpcError.
+        """
+        quiet = self._result(store, "quiet", most_kills=0)
+        killed = self._result(store, "killed", most_kills)
+        # The last launch has the losses and norms after the step that it resumed from.
+        losses, norms = quiet.losses[-len(killed.losses) :], quiet.norms[-len(killed.norms) :]
+        assert_bit_equal(killed, replace(quiet, losses=losses, norms=norms))
+        assert_nothing_left(store.daemon)
+        return killed.resumed_step
 
     def _result(self, store: Store, job: str, most_kills: int) -> Result:
         """Train a job to its end, with at most so many kills on the way; return rank 0's result of the last launch."""
