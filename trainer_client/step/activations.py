@@ -314,13 +314,15 @@ class Activations:
                 try:
                     return (pending or self._store.activations.acquire(nbytes)).wait()
                 except StoreBudgetError as error:
+                    _forget_frames(error)
                     # The store counts a lease until it is parked or released.
                     waited = self._finish_parking()
                     if not self._finish_landing() and not waited and pending is None:
                         self._refuse(nbytes, error)
                         return None
                     pending = None
-        except StoreUnavailableError:
+        except StoreUnavailableError as error:
+            _forget_frames(error)
             # The daemon was lost. What it had of this step is gone, and what stays here is not.
             return None
         finally:
@@ -455,7 +457,8 @@ class Activations:
                 _forget_frames(error)
                 self._depth.limit()
                 return
-            except StoreUnavailableError:
+            except StoreUnavailableError as error:
+                _forget_frames(error)
                 # `_arrive` raises this error, when the boundary is needed.
                 return
 
