@@ -159,9 +159,11 @@ async def test_a_lender_that_answers_nothing_is_given_up_after_the_time_out(tmp_
         assert pair.remote.lenders[0].timeouts == 1 and pair.remote.used_bytes == 0
         assert any("not answered within" in event or "not taken within" in event for event in pair.events)
         pair.lender.is_stopped = False
-        await pair.borrowed()
-        await go_on(pair, training)
-        assert pair.remote.used_bytes
+        # On a busy machine the lender may once more be too slow.
+        async with asyncio.timeout(20):
+            while not pair.remote.used_bytes:
+                await pair.borrowed()
+                await go_on(pair, training)
 
 
 async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path) -> None:
