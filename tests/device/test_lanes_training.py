@@ -32,7 +32,7 @@ from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.config.loading import load_config
-from trainer_client.lanes.device_lanes import DeviceClock
+from trainer_client.lanes.device_lanes import DeviceClock, DeviceLanes
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.rehearsal import rehearse
 from trainer_client.report import reporter
@@ -351,6 +351,17 @@ def test_boundaries_of_checkpoints_in_the_store_have_the_same_bits(
     # In each forward all boundaries leave but for the newest one or two. With `recompute`, half of them are not kept.
     assert 2 * 2 * (3 - 2) <= len(parked) <= 2 * 2 * 3 if recompute else len(parked) >= 2 * 2 * (6 - 2)
     assert_bit_equal(found, kept[checkpointing])
+
+
+def test_a_boundary_is_recalled_only_when_the_call_that_parks_it_is_made(
+    configs: Configs, kept: dict[str, Result]
+) -> None:
+    """Copies that are done owe their calls until the trainer looks, or here until it waits for them."""
+    section = {"activations": {"offload": True, "smallest": 1024, "recompute": False}}
+    moved = replace(checkpointed(configs, "non-reentrant"), config=configs(paramserver=section))
+    with mock.patch.object(DeviceLanes, "poll", lambda _: None):
+        found = train(moved, "nothing late")
+    assert_bit_equal(found, kept["non-reentrant"])
 
 
 class Tower(nn.Module):

@@ -342,7 +342,7 @@ class Activations:
         waited = False
         for reference in self._leaving:
             if (boundary := reference()) is not None and boundary.leaving is not None:
-                waited = waited or not boundary.leaving.is_done
+                waited = waited or boundary.is_leaving
                 boundary.leaving.wait()
         self._leaving.clear()
         while self._parking:
@@ -440,7 +440,7 @@ class Activations:
         older = sorted((index for index in self._order if index < boundary.index), reverse=True)
         away = (each for index in older if (each := self._order[index]()) is not None and each.lease is not None)
         for number, each in zip(range(count), away, strict=False):
-            if each.ahead is not None or (each.leaving is not None and not each.leaving.is_done) or each.is_changed:
+            if each.ahead is not None or each.is_leaving or each.is_changed:
                 continue
             try:
                 is_refused = each.coming is not None and each.coming.has_failed
@@ -526,7 +526,7 @@ def _is_number(index: int, boundary: Boundary) -> bool:
 
 def _has_left(reference: weakref.ref[Boundary]) -> bool:
     boundary = reference()
-    return boundary is None or boundary.leaving is None or boundary.leaving.is_done
+    return boundary is None or not boundary.is_leaving
 
 
 def _forget_frames(error: BaseException) -> None:

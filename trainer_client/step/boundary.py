@@ -145,6 +145,15 @@ class Boundary:
     is_changed: bool = False
     again: Again | None = None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its lease is about to be parked: the copy is not done, or the call that is owed after it is not made.
+
+        A copy may be done some time before that call, in which the store would refuse a recall.
+        """
+        has_lease = self.lease is not None and self.lease.parked is None and self.ahead is None
+        return self.leaving is not None and has_lease and not self.is_changed
+
     def __del__(self) -> None:
         """Hand over what is to be given back; see [Note: who drops a boundary]."""
         self.dropped.append(self.give_up())
