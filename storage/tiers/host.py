@@ -94,7 +94,7 @@ class HostTier:
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
-        # For each queue behind all allocations, a function that returns whether it has requests.
+        # For each queue behind all allocations, a function that returns when each of its requests came.
         self._queues_behind: list[Callable[[], Iterable[float]]] = []
         self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()

@@ -182,18 +182,19 @@ class LentMemory:
         """Lend within other limits from now on. What exceeds them is taken back at once."""
         self.budget_bytes, self._per_borrower_bytes = budget_bytes, per_borrower_bytes
         self._set_sizes()
-        used_by: Counter[str] = Counter()
+        used_bytes, used_by = 0, Counter[str]()
         excess = []
         # The segments that were taken first stay, and within each limit the newest ones are taken back.
         for loan, segment in self._taken:
             if (
                 (segment + 1) * SEGMENT_BYTES > loan.size_bytes
                 or used_by[loan.identity] + SEGMENT_BYTES > self._borrower_limit_bytes
-                or used_by.total() + SEGMENT_BYTES > budget_bytes
+                or used_bytes + SEGMENT_BYTES > budget_bytes
             ):
                 loan.taken_back_bytes += SEGMENT_BYTES
                 excess.append((loan, segment))
             else:
+                used_bytes += SEGMENT_BYTES
                 used_by[loan.identity] += SEGMENT_BYTES
         self.release(excess)
 

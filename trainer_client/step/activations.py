@@ -466,9 +466,11 @@ class Activations:
         """Have what was recalled and is not needed yet leave host memory: to the device, if it is on its way there."""
         for reference in self._order.values():
             boundary = reference()
-            if boundary is not None and boundary.ahead is not None:
+            if boundary is None:
+                continue
+            if boundary.ahead is not None:
                 self._land(boundary)
-            if boundary is None or boundary.coming is None:
+            if boundary.coming is None:
                 continue
             pending, boundary.coming = boundary.coming, None
             try:
