@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -29,9 +30,12 @@ from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
+from trainer_client import Engine
 from trainer_client.lanes import device_lanes
 from trainer_client.run.commits import Commits
 from trainer_client.step.training_step import TrainingStep
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.later_commit import LaterCommit, LaterCommits
 
 LAYERS = 24
 STEPS = 4
@@ -53,19 +57,44 @@ def on_one_stream() -> Iterator[None]:
 
 
 @contextmanager
-def waits_for_commits_counted() -> Iterator[None]:
-    """Have the wait for a commit of states on the device take virtual time.
+def commits_in_virtual_time() -> Iterator[None]:
+    """Have a thread copy the states of a commit when the next forward begins, and the wait for the copies count.
 
-    A thread copies them and looks again and again whether that is done, which takes no virtual time. The trainer waits
-    for that thread before each step, at whose begin it reads a norm, so that all other work is done then, too.
+    The thread goes on beside the trainer, so the scheduler decides whether its copies are issued before or after the
+    script reads the loss of the step, and that must not show in virtual time. The thread therefore waits for the next
+    forward, and that for the thread. Neither this wait nor the thread's looks whether a copy is done take virtual time.
+    The trainer waits for the commit before each step, at whose begin it reads a norm, so that all other work is done
+    then, too.
     """
-    wait = Commits.wait
+    hand_over, wait, forward = LaterCommits.begin, Commits.wait, Engine.forward
+    may_copy = Event()
+
+    def hand_over_when_allowed(commits: LaterCommits, step: int, vote: Callable[[], Pending[None]]) -> LaterCommit:
+        def wait_and_vote() -> Pending[None]:
+            may_copy.wait()
+            return vote()
+
+        may_copy.clear()
+        return hand_over(commits, step, wait_and_vote)
+
+    def issue_copies(commits: Commits) -> None:
+        may_copy.set()
+        commits.answered().result()
 
     def wait_for_device(commits: Commits) -> None:
+        issue_copies(commits)
         wait(commits)
         lag.synchronize()
 
-    with mock.patch.object(Commits, "wait", wait_for_device):
+    def issue_copies_and_forward(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        issue_copies(engine._commits)
+        return forward(engine, *args, **kwargs)
+
+    with (
+        mock.patch.object(LaterCommits, "begin", hand_over_when_allowed),
+        mock.patch.object(Commits, "wait", wait_for_device),
+        mock.patch.object(Engine, "forward", issue_copies_and_forward),
+    ):
         yield
 
 
@@ -104,7 +133,7 @@ def spans_of(
         lag.set_speed(lag.Engine.COMPUTE, flops_per_second=KERNEL_FLOPS_PER_SECOND)
         for name, engine in _COPIES.items():
             lag.set_speed(engine, bytes_per_second=link_bytes_per_second.get(name, 0.0))
-        counted = waits_for_commits_counted() if is_on_device else nullcontext()
+        counted = commits_in_virtual_time() if is_on_device else nullcontext()
         with steps_recorded(spans), counted, context():
             yield
 

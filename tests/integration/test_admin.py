@@ -106,7 +106,7 @@ def test_a_watch_gives_readings_until_it_is_cancelled(daemon: Daemon, rank: Rank
     readings = [next(watch) for _ in range(3)]
     watch.cancel()
     times = [reading.unix_seconds for reading in readings]
-    assert times[2] - times[0] >= 0.2 and {reading.epoch for reading in readings} == {rank.welcome.epoch}
+    assert times[0] < times[1] < times[2] and {reading.epoch for reading in readings} == {rank.welcome.epoch}
     assert all(reading.sessions >= 1 for reading in readings)
     with refused(CODE.INVALID_ARGUMENT, "interval_seconds 0.01 must be at least 0.1"):
         next(rank.admin.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=0.01), timeout=20))
