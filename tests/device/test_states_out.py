@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from unittest import mock
 
 import pytest
@@ -19,7 +20,8 @@ from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.states import PlacedStates
-from trainer_client.transport.later_commit import LaterCommit
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.later_commit import LaterCommit, LaterCommits
 
 # Copies of states are 300 ms late, so that a commit ends only when the next step needs it.
 LATE = Lateness(lane_ms={"beside": 300})
@@ -69,21 +71,34 @@ def assert_same_states(one: Result, other: Result) -> None:
 
 @contextmanager
 def after_each_step(act: Callable[[Engine], None]) -> Iterator[None]:
-    """Call `act` after each step, while its commit is under way."""
-    step = Engine.step
+    """Call `act` after each step, whose commit is then under way: its copies begin when `act` is about to be called."""
+    step, hand_over, may_copy = Engine.step, LaterCommits.begin, Event()
+
+    def hand_over_when_allowed(commits: LaterCommits, number: int, vote: Callable[[], Pending[None]]) -> LaterCommit:
+        def wait_and_vote() -> Pending[None]:
+            assert may_copy.wait(60)
+            return vote()
+
+        return hand_over(commits, number, wait_and_vote)
 
     def step_and_act(engine: Engine) -> None:
+        may_copy.clear()
         step(engine)
+        pending = engine._commits._pending
+        assert isinstance(pending, LaterCommit) and not pending.is_answered
+        may_copy.set()
         act(engine)
 
-    with mock.patch.object(Engine, "step", step_and_act):
+    may_copy.set()
+    with (
+        mock.patch.object(Engine, "step", step_and_act),
+        mock.patch.object(LaterCommits, "begin", hand_over_when_allowed),
+    ):
         yield
 
 
-def assert_commit_is_under_way(engine: Engine) -> None:
-    pending = engine._commits._pending
-    assert isinstance(pending, LaterCommit)
-    assert not pending.is_answered
+def go_on(engine: Engine) -> None:
+    """Do nothing while a commit is under way."""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +106,7 @@ def assert_commit_is_under_way(engine: Engine) -> None:
 )
 def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs: Runs, right: Result) -> None:
     run = runs(place)
-    late = train(run, LATE, lambda: after_each_step(assert_commit_is_under_way))
+    late = train(run, LATE, lambda: after_each_step(go_on))
     assert lag.races() == []
     assert_bit_equal(late, right)
     assert_same_states(committed(run), right)
@@ -112,7 +127,6 @@ def test_parameters_that_the_script_changes_meanwhile_are_committed_as_the_step_
 
     @torch.no_grad()
     def change_for_a_while(engine: Engine) -> None:
-        assert_commit_is_under_way(engine)
         parameters = list(engine.module.parameters())
         trained = [parameter.clone() for parameter in parameters]
         for parameter in parameters:
@@ -133,7 +147,7 @@ def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_retu
 
     run = runs("zero-2")
     with mock.patch.object(PlacedStates, "_copy_on_device", fail):
-        assert_bit_equal(train(run, LATE, lambda: after_each_step(assert_commit_is_under_way)), right)
+        assert_bit_equal(train(run, LATE, lambda: after_each_step(go_on)), right)
     assert_same_states(committed(run), right)
 
 
@@ -144,7 +158,6 @@ def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, 
 
     def restart(engine: Engine) -> None:
         if engine.global_steps == 2:
-            assert_commit_is_under_way(engine)
             daemons[0].kill()
             daemons[0] = Daemon(tmp_path / "state", matrix.DAEMON)
         restarts[:] = [len(engine.daemon_restarts)]

@@ -33,7 +33,7 @@ from trainer_client.transport.channel import translate
 from trainer_client.transport.rank_store import RankStore
 
 CODE = grpc.StatusCode
-ADMISSION_SECONDS = 3.0
+ADMISSION_SECONDS = 6.0
 # The holder keeps the memory for longer than the client's own part of a deadline, but not as long as the daemon waits.
 BUSY_SECONDS = 1.5
 # These elements are fp32, so a slab has 1 MiB.
@@ -110,11 +110,11 @@ def test_a_deadline_shorter_than_the_daemons_patience_is_answered_shortly_before
         *(CODE.DEADLINE_EXCEEDED, "s that the client allows: 1 requests wait for room in host memory, the first for"),
         "(host_budget is 16777216 bytes",
     ):
-        rank.call("RegisterShards", groups=[group_to_wire(WAITING.group("a"))], seconds=1.0)
+        rank.call("RegisterShards", groups=[group_to_wire(WAITING.group("a"))], seconds=4.0)
     other = clients.client()
     leases = [holder.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)]
     with refused(CODE.DEADLINE_EXCEEDED, "requests wait for room in host memory"):
-        leases += [holder.acquire("a", kind, pb.LEASE_MODE_READ, seconds=0.5) for kind in holder.layout.kinds]
+        leases += [holder.acquire("a", kind, pb.LEASE_MODE_READ, seconds=2.0) for kind in holder.layout.kinds]
     # The daemon removes requests from its queue when their clients' deadlines have passed.
     wait_until(lambda: tiers(daemon.address)[0].queue_depth == 0)
     other.call("ListStoredJobs")

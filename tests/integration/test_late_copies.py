@@ -78,7 +78,7 @@ def daemon_with(directory: Path, late_copy_seconds: float) -> Daemon:
     """Start a daemon that notices quickly that a client has gone."""
     config = {
         "late_copy_seconds": late_copy_seconds,
-        "heartbeat_timeout_seconds": 1.0,
+        "heartbeat_timeout_seconds": 2.0,
         "session_grace_seconds": 0.2,
     }
     return Daemon(directory / "state", config)

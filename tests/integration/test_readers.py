@@ -17,6 +17,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
 from tests.integration.support.daemon import Daemon, admin_of, tiers
 from tests.integration.support.store_client import Client, Clients, Rank, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -90,7 +91,8 @@ def test_what_a_session_held_is_free_at_its_end(daemon: Daemon, clients: Clients
     with admin_of(daemon.address) as admin:
         while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).sessions > 1:
             time.sleep(0.01)
-    assert [(tier.used_bytes, tier.leased_bytes) for tier in tiers(daemon.address)] == before
+    # The memory of an ended session is freed bit by bit.
+    wait_until(lambda: [(tier.used_bytes, tier.leased_bytes) for tier in tiers(daemon.address)] == before)
 
 
 def test_jobs_and_tensors_are_listed_with_what_this_store_holds(clients: Clients, job: str) -> None:

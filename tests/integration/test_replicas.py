@@ -572,9 +572,9 @@ def test_a_replica_is_a_whole_step_whenever_the_daemon_that_it_is_of_is_killed(n
     with ExitStack() as daemons, following(order):
         own = nodes.own
         for _ in range(KILLS):
-            kill_at = time.monotonic() + rng.uniform(0.1, 0.8)
             with StoreClientSync.connect(own.address) as client, client.open(job, tensors) as writer:
-                while time.monotonic() < kill_at:
+                kill_at, before = time.monotonic() + rng.uniform(0.1, 0.8), writer.step
+                while time.monotonic() < kill_at or writer.step == before:
                     step = 0 if writer.step is None else writer.step + 1
                     changed = tensors if step == 0 else {name: t for name, t in tensors.items() if name != "frozen"}
                     writer.put({name: torch.full_like(value, step) for name, value in changed.items()})

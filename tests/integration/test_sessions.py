@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +18,6 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind, TierName
-from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Clients, refused
@@ -134,9 +134,7 @@ def test_a_silent_client_is_void_and_its_leases_are_free(clients: Clients, daemo
     rank.resume()
     lease = rank.acquire(rank.groups[0], Kind.GRAD, WRITE, step=1)
     assert tiers(daemon.address)[0].leased_bytes > 0
-    started = time.monotonic()
-    assert silent.ended.wait(HEARTBEAT_TIMEOUT_SECONDS + 5)
-    assert time.monotonic() - started < HEARTBEAT_TIMEOUT_SECONDS + 2
+    assert silent.ended.wait(30)
     wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0)
     with refused(CODE.NOT_FOUND, "session is unknown or has ended; open a new one"):
         rank.apply(1, lease, group=rank.groups[0])
@@ -171,14 +169,16 @@ def test_a_run_that_is_started_right_after_a_crash_is_not_refused(clients: Clien
     rank.assert_at(1)
 
 
-def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemon: Daemon, job: str) -> None:
-    kill_a_rank_with_leases(daemon, job)
-    # The leases are void because the connection ended, well before a heartbeat could be missed.
-    wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0, seconds=HEARTBEAT_TIMEOUT_SECONDS * 0.75)
-    rank = clients.rank(Layout(name=job), run_id="second")
-    assert rank.resume() == 0
-    rank.train(1, 1)
-    rank.assert_at(1)
+def test_the_leases_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
+    """They are void because the connection ended, well before a heartbeat could be missed."""
+    config = {"heartbeat_timeout_seconds": 600.0, "session_grace_seconds": 0.5}
+    with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
+        kill_a_rank_with_leases(daemon, "job")
+        wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0)
+        rank = clients.rank(Layout(name="job"), run_id="second")
+        assert rank.resume() == 0
+        rank.train(1, 1)
+        rank.assert_at(1)
 
 
 def test_a_rank_is_attached_once_and_all_describe_the_same_job(clients: Clients, job: str) -> None:

@@ -260,11 +260,17 @@ async def test_a_closed_client_of_asyncio_says_so(daemon: Daemon, job: str) -> N
 
 def test_a_prefetch_that_the_store_has_refused_does_not_fail_a_later_get(tmp_path: Path) -> None:
     specs = {f"t{number}": TensorSpec(shape=(1 << 18,), dtype=torch.float32) for number in range(12)}
-    config = {"host_budget": "8MiB", "admission_timeout_seconds": 0.3}
+    config: dict[str, Any] = {"host_budget": "8MiB"}
+    with (
+        Daemon(tmp_path / "state", config) as daemon,
+        StoreClientSync.connect(daemon.address) as store,
+        store.open("job", specs, shard_bytes=SHARD) as writer,
+    ):
+        writer.put({fqn: value(fqn, 0, spec) for fqn, spec in specs.items()})
+        writer.commit()
+    # Only requests of readers are refused after a short time. Those of the writer wait for NVMe.
+    config["admission_timeout_seconds"] = 0.3
     with Daemon(tmp_path / "state", config) as daemon, StoreClientSync.connect(daemon.address) as store:
-        with store.open("job", specs, shard_bytes=SHARD) as writer:
-            writer.put({fqn: value(fqn, 0, spec) for fqn, spec in specs.items()})
-            writer.commit()
         # Each reader holds up to 2 MiB of parts, so there is no room for those of the last one.
         *others, last = [store.read("job") for _ in range(6)]
         for number, reader in enumerate([*others, last]):

@@ -338,7 +338,7 @@ async def test_a_layout_whose_first_commit_is_under_way_is_there_for_the_next_ru
 ) -> None:
     """The call that opens the job waits for the commit. It goes on when a stuck device answers."""
     spec = spec_of(LAYOUTS["nvme"])
-    async with opened(tmp_path, **ROOMY, device_timeout_seconds=0.2 if is_stuck else 30) as engine:
+    async with opened(tmp_path, **ROOMY, device_timeout_seconds=1.0 if is_stuck else 30) as engine:
         async with committing(engine, monkeypatch) as (job, go_on):
             opening = unlogged(asyncio.ensure_future(engine.open_job(spec, may_exist=True, must_exist=True)))
             await asyncio.sleep(0.02)
