@@ -32,6 +32,9 @@ from torch.utils import backend_registration
 
 from tests.device import native_build
 
+# A lag in milliseconds that ends only when something waits for the task.
+ENDLESS = 3_600_000
+
 _native: Any = None
 
 

@@ -36,7 +36,7 @@ def test_a_pageable_target_has_its_bytes_when_the_copy_returns() -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_registered_source_is_read_late(pinned: bool) -> None:
-    lag.set_lag(100)
+    lag.set_lag(lag.ENDLESS)
     source = torch.ones(1024, pin_memory=True) if pinned else pages(1)
     if not pinned:
         assert lag.register_host(source.data_ptr(), PAGE) == SUCCESS
@@ -57,7 +57,7 @@ def test_a_registered_source_is_read_late(pinned: bool) -> None:
 
 
 def test_a_registered_target_has_its_bytes_after_the_event() -> None:
-    lag.set_lag(100)
+    lag.set_lag(lag.ENDLESS)
     target = torch.zeros(1024, pin_memory=True)
     target.copy_(torch.ones(1024, device=DEVICE), non_blocking=True)
     assert target.sum().item() == 0
@@ -123,7 +123,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_a_race() -> None:
 
 
 def test_freed_pinned_memory_waits_for_the_copies_of_it() -> None:
-    lag.set_lag(100)
+    lag.set_lag(lag.ENDLESS)
     before = lag.host_allocations()
     registered = lag.registered_bytes()
     source = torch.ones(1024, pin_memory=True)

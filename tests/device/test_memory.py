@@ -22,7 +22,7 @@ def test_the_host_dies_when_it_touches_memory_of_the_device(tmp_path: Path) -> N
 
 
 def test_a_freed_block_is_reused_at_once_by_its_stream_and_by_no_other() -> None:
-    lag.set_lag(3_600_000)
+    lag.set_lag(lag.ENDLESS)
     side = torch.Stream(device=DEVICE)
     first = torch.empty(5000, device=DEVICE)
     address = first.data_ptr()
@@ -60,7 +60,7 @@ def test_neighbours_that_are_freed_become_one_block() -> None:
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_a_recorded_stream_keeps_a_freed_block_from_being_reused(is_recorded: bool) -> None:
     side = torch.Stream(device=DEVICE)
-    lag.set_lag(100, side)
+    lag.set_lag(lag.ENDLESS, side)
     block = torch.full((3000,), 3.0, device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
     with side:

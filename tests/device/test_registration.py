@@ -25,8 +25,6 @@ from trainer_client.transport.rank_store import RankStore, SlabName
 DEVICE = torch.device("lag", 0)
 MIB = 1 << 20
 MARK = 0xAB
-# A lag in milliseconds that no test waits for: a wait for the task ends it.
-HOUR = 3_600_000
 
 
 def _make_driver(_: torch.device) -> Driver:
@@ -60,7 +58,7 @@ def memory() -> Iterator[torch.Tensor]:
 
 
 def test_a_copy_over_several_registrations_is_cut_for_the_device(driver: Driver, memory: torch.Tensor) -> None:
-    lag.set_lag(HOUR)
+    lag.set_lag(lag.ENDLESS)
     before = lag.registered_bytes()
     pins = Pins(driver, memory.data_ptr(), memory.numel(), memory.numel, 2 * MIB)
     pins.wait()
@@ -82,7 +80,7 @@ def test_a_copy_over_several_registrations_is_cut_for_the_device(driver: Driver,
 def test_a_registration_that_is_refused_leaves_copies_right_and_synchronous(
     driver: Driver, memory: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lag.set_lag(HOUR)
+    lag.set_lag(lag.ENDLESS)
     lag.fail_registrations(1)
     pins = Pins(driver, memory.data_ptr(), memory.numel(), memory.numel, 2 * MIB)
     pins.wait()
@@ -109,7 +107,7 @@ def test_a_client_that_leaves_waits_for_late_copies_into_its_lease(driver: Drive
         watcher = clients.client().map_arena()
         mine = slice(leased.place.offset, leased.place.offset + leased.data.numel())
         values = torch.full_like(leased.data, MARK, device=DEVICE)
-        lag.set_lag(HOUR)
+        lag.set_lag(lag.ENDLESS)
         for one in leased.pieces():
             leased.data[one].copy_(values[one], non_blocking=True)
         assert not any(watcher[mine]), "the copy is late"
@@ -133,7 +131,7 @@ def test_a_rank_votes_behind_its_last_copy(driver: Driver, tmp_path: Path) -> No
         read = store.acquire_read([SlabName(group=layout.groups[0], kind=pb.KIND_PARAM)], 0).wait()[0]
         assert read.place is not None
         read.place.pins.wait()
-        lag.set_lag(HOUR)
+        lag.set_lag(lag.ENDLESS)
         target = torch.empty_like(read.data, device=DEVICE)
         target.copy_(read.data, non_blocking=True)
         done = torch.accelerator.current_stream().record_event()

@@ -49,7 +49,7 @@ def test_a_task_begins_when_its_lag_is_over() -> None:
 
 
 def test_a_host_that_asks_again_and_again_and_does_nothing_else_waits() -> None:
-    lag.set_lag(3_600_000)
+    lag.set_lag(lag.ENDLESS)
     value = torch.ones(4, device=DEVICE)
     stream = torch.accelerator.current_stream()
     for _ in range(10):
@@ -63,7 +63,7 @@ def test_a_host_that_asks_again_and_again_and_does_nothing_else_waits() -> None:
 
 
 def test_a_task_does_not_lag_any_more_when_the_host_waits_for_it_through_another_stream() -> None:
-    lag.set_lag(3_600_000)
+    lag.set_lag(lag.ENDLESS)
     side = torch.Stream(device=DEVICE)
     value = torch.ones(4, device=DEVICE) * 2
     side.wait_stream(torch.accelerator.current_stream())
@@ -79,7 +79,7 @@ def test_a_task_does_not_lag_any_more_when_the_host_waits_for_it_through_another
 def test_an_unordered_read_of_another_stream_sees_old_bytes_only_if_that_lags() -> None:
     side = torch.Stream(device=DEVICE)
     seen = {}
-    for milliseconds in (0, 200):
+    for milliseconds in (0, lag.ENDLESS):
         source = torch.zeros(1000, device=DEVICE)
         torch.accelerator.synchronize()
         lag.set_lag(milliseconds, side)
@@ -90,7 +90,7 @@ def test_an_unordered_read_of_another_stream_sees_old_bytes_only_if_that_lags() 
             lag.clear_races()
         seen[milliseconds] = (source * 1).sum().item()
         side.synchronize()
-    assert seen == {0: 1000, 200: 0}
+    assert seen == {0: 1000, lag.ENDLESS: 0}
     assert {(race.first, race.second) for race in lag.races()} == {("aten::add", "aten::mul")}
     lag.clear_races()
 
