@@ -210,7 +210,7 @@ def test_every_get_equals_the_reference_of_its_step_while_a_trainer_trains(
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    seen = set()
+    seen: set[int] = set()
     try:
         with StoreClientSync.connect(daemon.address) as store:
             reads, deadline = 0, time.monotonic() + 60
