@@ -71,7 +71,7 @@ def assert_same_states(one: Result, other: Result) -> None:
 
 @contextmanager
 def after_each_step(act: Callable[[Engine], None]) -> Iterator[None]:
-    """Call `act` after each step, whose commit is then under way: its copies begin when `act` is about to be called."""
+    """Call `act` after each step, while its commit is under way: the copies begin right before the call."""
     step, hand_over, may_copy = Engine.step, LaterCommits.begin, Event()
 
     def hand_over_when_allowed(commits: LaterCommits, number: int, vote: Callable[[], Pending[None]]) -> LaterCommit:
