@@ -25,6 +25,7 @@ import torch
 from transformers import GPT2Config
 
 from tests.device import lag
+from tests.device.held_commits import commits_held
 from tests.device.training_on_lanes import train
 from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
@@ -34,8 +35,6 @@ from trainer_client import Engine
 from trainer_client.lanes import device_lanes
 from trainer_client.run.commits import Commits
 from trainer_client.step.training_step import TrainingStep
-from trainer_client.transport.channel import Pending
-from trainer_client.transport.later_commit import LaterCommit, LaterCommits
 
 LAYERS = 24
 STEPS = 4
@@ -66,20 +65,12 @@ def commits_in_virtual_time() -> Iterator[None]:
     The trainer waits for the commit before each step, at whose begin it reads a norm, so that all other work is done
     then, too.
     """
-    hand_over, wait, forward = LaterCommits.begin, Commits.wait, Engine.forward
-    may_copy = Event()
-
-    def hand_over_when_allowed(commits: LaterCommits, step: int, vote: Callable[[], Pending[None]]) -> LaterCommit:
-        def wait_and_vote() -> Pending[None]:
-            may_copy.wait()
-            return vote()
-
-        may_copy.clear()
-        return hand_over(commits, step, wait_and_vote)
+    wait, forward, may_copy = Commits.wait, Engine.forward, Event()
 
     def issue_copies(commits: Commits) -> None:
         may_copy.set()
         commits.answered().result()
+        may_copy.clear()
 
     def wait_for_device(commits: Commits) -> None:
         issue_copies(commits)
@@ -91,7 +82,7 @@ def commits_in_virtual_time() -> Iterator[None]:
         return forward(engine, *args, **kwargs)
 
     with (
-        mock.patch.object(LaterCommits, "begin", hand_over_when_allowed),
+        commits_held(may_copy),
         mock.patch.object(Commits, "wait", wait_for_device),
         mock.patch.object(Engine, "forward", issue_copies_and_forward),
     ):

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests.device import lag, matrix, overlap
+from tests.device.held_commits import commits_held
 from tests.device.training_on_lanes import Lateness, train
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.states import PlacedStates
-from trainer_client.transport.channel import Pending
-from trainer_client.transport.later_commit import LaterCommit, LaterCommits
+from trainer_client.transport.later_commit import LaterCommit
 
 # Copies of states are 300 ms late, so that a commit ends only when the next step needs it.
 LATE = Lateness(lane_ms={"beside": 300})
@@ -70,16 +70,9 @@ def assert_same_states(one: Result, other: Result) -> None:
 
 
 @contextmanager
-def after_each_step(act: Callable[[Engine], None]) -> Iterator[None]:
+def after_each_step(act: Callable[[Engine], None] = lambda _: None) -> Iterator[None]:
     """Call `act` after each step, while its commit is under way: the copies begin right before the call."""
-    step, hand_over, may_copy = Engine.step, LaterCommits.begin, Event()
-
-    def hand_over_when_allowed(commits: LaterCommits, number: int, vote: Callable[[], Pending[None]]) -> LaterCommit:
-        def wait_and_vote() -> Pending[None]:
-            assert may_copy.wait(60)
-            return vote()
-
-        return hand_over(commits, number, wait_and_vote)
+    step, may_copy = Engine.step, Event()
 
     def step_and_act(engine: Engine) -> None:
         may_copy.clear()
@@ -90,15 +83,8 @@ def after_each_step(act: Callable[[Engine], None]) -> Iterator[None]:
         act(engine)
 
     may_copy.set()
-    with (
-        mock.patch.object(Engine, "step", step_and_act),
-        mock.patch.object(LaterCommits, "begin", hand_over_when_allowed),
-    ):
+    with commits_held(may_copy), mock.patch.object(Engine, "step", step_and_act):
         yield
-
-
-def go_on(engine: Engine) -> None:
-    """Do nothing while a commit is under way."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +92,7 @@ def go_on(engine: Engine) -> None:
 )
 def test_a_step_does_not_wait_for_its_commit_which_has_all_bits(place: str, runs: Runs, right: Result) -> None:
     run = runs(place)
-    late = train(run, LATE, lambda: after_each_step(go_on))
+    late = train(run, LATE, after_each_step)
     assert lag.races() == []
     assert_bit_equal(late, right)
     assert_same_states(committed(run), right)
@@ -147,7 +133,7 @@ def test_without_room_for_a_copy_parameters_are_handed_over_before_the_step_retu
 
     run = runs("zero-2")
     with mock.patch.object(PlacedStates, "_copy_on_device", fail):
-        assert_bit_equal(train(run, LATE, lambda: after_each_step(go_on)), right)
+        assert_bit_equal(train(run, LATE, after_each_step), right)
     assert_same_states(committed(run), right)
 
 

@@ -22,8 +22,6 @@ from tests.unit.storage.builders import Layout
 ROOT = Path(__file__).parents[2]
 STORE = "/paramserver.v1.ParameterStore/"
 CODE = grpc.StatusCode
-# The daemon's loop hangs if it has not answered for so long.
-LONGEST_STALL_SECONDS = 5.0
 # Methods that answer OK to any valid request, and INVALID_ARGUMENT to some spoiled ones.
 ALWAYS_ANSWERED = ("GetTiers", "ListJobs", "OpenJob", "RegisterShards", "AcquireLeases", "CommitStep", "ListStoredJobs")
 
@@ -45,10 +43,8 @@ def drawn(seed: int, count: int) -> list[bytes]:
 def test_two_thousand_requests_do_no_harm(tmp_path: Path) -> None:
     status, output = fuzz("--calls=2000", "--seed=1", "--json", f"--keep={tmp_path}")
     report: dict[str, Any] = json.loads(output)
-    # A busy machine also stops the daemon's loop, so `make fuzz` alone calls a stall of 0.1 s a failure.
-    assert [failure for failure in report["failures"] if not failure["why"].startswith("a stall of the loop")] == []
-    assert report["longest_loop_stall_seconds"] < LONGEST_STALL_SECONDS
-    assert status == (1 if report["failures"] else 0)
+    assert report["failures"] == []
+    assert status == 0
     assert report["calls"] == 2000
     assert report["honest_steps"] > 0
     endings = {path.rpartition("/")[2]: set(codes) for path, codes in report["endings"].items()}

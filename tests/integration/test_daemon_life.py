@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from paramserver.server import STOP_GRACE_SECONDS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of, run_serve
@@ -33,7 +35,9 @@ def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committe
         rank = Rank(daemon.address, layout).begin()
         rank.train(1, 2)
         rank.hand_over(3)
+        started = time.monotonic()
         assert daemon.stop() == 0
+        assert time.monotonic() - started < STOP_GRACE_SECONDS, "the daemon has waited for calls that go on"
         assert rank.ended.wait(30) and rank.notices == ["the store daemon is shutting down"]
         rank.close()
         assert not daemon.socket.exists() and not Path(f"{daemon.socket}.arena").exists()

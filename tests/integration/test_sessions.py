@@ -18,6 +18,7 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind, TierName
+from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Clients, refused
@@ -135,6 +136,7 @@ def test_a_silent_client_is_void_and_its_leases_are_free(clients: Clients, daemo
     lease = rank.acquire(rank.groups[0], Kind.GRAD, WRITE, step=1)
     assert tiers(daemon.address)[0].leased_bytes > 0
     assert silent.ended.wait(30)
+    wait_until(lambda: f"session of silent ended (no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s" in daemon.log)
     wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0)
     with refused(CODE.NOT_FOUND, "session is unknown or has ended; open a new one"):
         rank.apply(1, lease, group=rank.groups[0])
