@@ -1,4 +1,7 @@
-"""Network namespaces on one switch, whose links can be made slower. They need root, and the commands `ip` and `tc`."""
+"""Network namespaces on one switch, whose links can be made slower or cut.
+
+They need root, and the commands `ip` and `tc`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-_LINK = "eth0"
+# The network interface of each namespace.
+LINK = "eth0"
+# A link of 10 GB/s sends this much between two ticks of the slowest clock of a kernel, 10 ms.
+_BURST = "16mb"
 
 
 class NamespaceError(Exception):
@@ -35,11 +41,11 @@ def switched(hosts: Sequence[str]) -> Iterator[list[str]]:
             _run("ip", "-n", center, "link", "set", "switch", "up")
             for number, (name, host) in enumerate(zip(ends, hosts, strict=True)):
                 port = f"port{number}"
-                add = ("link", "add", port, "type", "veth", "peer", "name", _LINK, "netns", name)
+                add = ("link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
                 _run("ip", "-n", center, *add)
                 _run("ip", "-n", center, "link", "set", port, "master", "switch", "up")
-                _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", _LINK)
-                _run("ip", "-n", name, "link", "set", _LINK, "up")
+                _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", LINK)
+                _run("ip", "-n", name, "link", "set", LINK, "up")
         except FileNotFoundError as error:
             raise NamespaceError(f"there is no {error.filename}") from error
         except subprocess.CalledProcessError as error:
@@ -47,19 +53,46 @@ def switched(hosts: Sequence[str]) -> Iterator[list[str]]:
         yield ends
 
 
-def shape(namespaces: Sequence[str], gigabytes_per_second: float) -> str | None:
-    """Limit what each namespace sends; return None, or why the kernel refuses, so that the links stay as they are."""
+def why_not_switched() -> str | None:
+    """Return the reason why `switched` raises on this machine; None if it does not."""
+    try:
+        with switched(["10.0.0.1"]):
+            return None
+    except NamespaceError as error:
+        return str(error)
+
+
+def cut(namespace: str) -> None:
+    """Cut the link of a namespace: packets to it are dropped, and their senders get no error."""
+    _run("ip", "-n", namespace, "link", "set", LINK, "down")
+
+
+def join(namespace: str) -> None:
+    """Undo `cut`."""
+    _run("ip", "-n", namespace, "link", "set", LINK, "up")
+
+
+def shape(namespaces: Sequence[str], gigabytes_per_second: float, *, burst: str = _BURST) -> str | None:
+    """Limit what each namespace sends; return None, or why the kernel refuses, so that the links stay as they are.
+
+    `burst` is what a link that was idle sends at once, in the words of `tc`.
+    """
     rate = f"{gigabytes_per_second * 8:g}gbit"
     for name in namespaces:
         try:
-            shaping = ("qdisc", "replace", "dev", _LINK, "root", "tbf", "rate", rate)
-            # The burst is what a link of 10 GB/s sends between two ticks of the kernel's slowest clock, 10 ms.
-            _run("ip", "netns", "exec", name, "tc", *shaping, "burst", "16mb", "latency", "50ms")
+            shaping = ("qdisc", "replace", "dev", LINK, "root", "tbf", "rate", rate)
+            _run("ip", "netns", "exec", name, "tc", *shaping, "burst", burst, "latency", "50ms")
         except FileNotFoundError as error:
             return f"there is no {error.filename}"
         except subprocess.CalledProcessError as error:
             return str(error.stderr.decode().strip())
     return None
+
+
+def unshape(namespaces: Sequence[str]) -> None:
+    """Undo `shape`."""
+    for name in namespaces:
+        _run("ip", "netns", "exec", name, "tc", "qdisc", "delete", "dev", LINK, "root")
 
 
 def _run(*command: str) -> None:

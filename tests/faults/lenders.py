@@ -1,13 +1,17 @@
-"""Kills, stops and empties the lenders of a training run at random moments, and compares with a run without lenders.
+"""Strikes the lenders of a training run at random moments, and compares with a run without lenders.
 
-`python -m tests.faults.lenders --strikes N --seed S`. The run's daemon borrows memory of two other daemons. Its own
-copies in host memory are evicted all the time, so that its reads go to the lenders. Each strike hits one lender:
+`python -m tests.faults.lenders --strikes N --seed S`, as root. The run's daemon borrows memory of two other daemons,
+and each of the three is in a network namespace of its own. The borrower's own copies in host memory are evicted all the
+time, so that its reads go to the lenders. Each strike hits one lender:
 
 - it is killed, and started again some time later;
-- it is stopped with SIGSTOP for longer or for shorter than the time-out, as when the network is cut or slow;
+- it is stopped with SIGSTOP, for longer or for shorter than the time-out of the borrower;
+- its link is cut, for longer or for shorter than that;
+- its link is slow: 1 MB/s;
 - its operator lends less, or nothing, for some time (`lend_budget` and `paramserver-admin reload`).
 
-Ten strikes make a round. The program prints a report in JSON at the end; the exit status is 1 if a rank ended, a bit
+A user who may not make namespaces has all daemons on Unix sockets, and no link is cut or slow. The report says so. Ten
+strikes make a round. The program prints a report in JSON at the end; the exit status is 1 if a rank ended, a bit
 differs, no read was served by a lender, or bytes of a loan are left at a lender when the borrower has stopped.
 """
 
@@ -28,6 +32,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.common.namespaces import cut, join, shape, switched, unshape, why_not_switched
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of
@@ -35,11 +40,17 @@ from tests.integration.support.outliving import differences, make_plan, outlive
 from tests.integration.support.ranks import Launch
 
 STRIKES_OF_ROUND = 10
-LENDERS = 2
 TIMEOUT_SECONDS = 0.25
-KINDS = ("kill", "stop", "pause", "empty", "shrink")
+HOSTS = ("10.94.8.1", "10.94.8.2", "10.94.8.3")
+PORT = 7070
+SLOW_GIGABYTES_PER_SECOND = 0.001
+# A slow link that was idle sends this much at once: one packet of the largest size.
+SLOW_BURST = "64kb"
 # The shares of a time-out for which a lender is hit, at least and at most.
 DURATIONS = {"kill": (0.2, 4.0), "stop": (1.5, 4.0), "pause": (0.1, 0.9), "empty": (0.5, 4.0), "shrink": (0.5, 4.0)}
+LINK_DURATIONS = {"cut": (1.5, 12.0), "glitch": (0.1, 0.9), "slow": (0.5, 8.0)}
+KINDS = tuple(DURATIONS)
+LINK_KINDS = tuple(LINK_DURATIONS)
 EVICT_SECONDS = 0.02
 # The time in which a lender must notice that its borrower was killed.
 GONE_SECONDS = 10.0
@@ -53,18 +64,21 @@ CONFIG = {
 
 
 class LendingDaemon:
-    """One lender, which can be hit and recovers."""
+    """One lender, which can be hit and recovers.
 
-    def __init__(self, state_dir: Path) -> None:
+    Attributes:
+        address: the address at which it lends.
+    """
+
+    def __init__(self, state_dir: Path, namespace: str, address: str) -> None:
+        """Start a lender in a network namespace; without one (""), it has its Unix socket only, and no address."""
         self._state_dir = state_dir
+        self._namespace = namespace
+        self._listens = {"listen": address, "insecure": True} if namespace else {}
         self.daemon = self._start()
+        self.address = address if namespace else self.daemon.address
         self.recovery: Callable[[], None] | None = None
         self.recovers_at = 0.0
-
-    @property
-    def address(self) -> str:
-        """The address at which the lender lends."""
-        return f"unix:{self._state_dir / 'paramserver.sock'}"
 
     def hit(self, kind: str, seconds: float) -> None:
         """Hit the lender, which recovers after some seconds."""
@@ -75,6 +89,13 @@ class LendingDaemon:
         elif kind in ("stop", "pause"):
             self.daemon.process.send_signal(signal.SIGSTOP)
             self.recovery = lambda: self.daemon.process.send_signal(signal.SIGCONT)
+        elif kind in ("cut", "glitch"):
+            cut(self._namespace)
+            self.recovery = lambda: join(self._namespace)
+        elif kind == "slow":
+            refusal = shape([self._namespace], SLOW_GIGABYTES_PER_SECOND, burst=SLOW_BURST)
+            assert refusal is None, refusal
+            self.recovery = lambda: unshape([self._namespace])
         else:
             self._lend("1MiB" if kind == "shrink" else "0")
             self.recovery = lambda: self._lend("32MiB")
@@ -97,13 +118,14 @@ class LendingDaemon:
         return lent
 
     def _lent_bytes(self) -> int:
-        with admin_of(self.address) as admin:
+        with admin_of(self.daemon.address) as admin:
             accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=10).accounts
         host = next(account for account in accounts if account.tier == pb.TIER_HOST)
         return sum(holding.bytes for holding in host.holdings if holding.holder == "lent")
 
     def _start(self) -> Daemon:
-        return Daemon(self._state_dir, {"host_budget": "48MiB", "lend_budget": "32MiB"})
+        budgets = {"host_budget": "48MiB", "lend_budget": "32MiB"}
+        return Daemon(self._state_dir, budgets | self._listens, namespace=self._namespace)
 
     def _restart(self) -> None:
         self.daemon = self._start()
@@ -112,7 +134,7 @@ class LendingDaemon:
         config = self._state_dir.with_name(f"{self._state_dir.name}.toml")
         lines = [line for line in config.read_text().splitlines() if not line.startswith("lend_budget")]
         config.write_text("\n".join([*lines, f'lend_budget = "{budget}"', ""]))
-        with admin_of(self.address) as admin:
+        with admin_of(self.daemon.address) as admin:
             admin.Reload(admin_pb.ReloadRequest(), timeout=10)
 
 
@@ -145,7 +167,7 @@ class Striker:
         standing = [lender for lender in self._lenders if lender.recovery is None]
         if self._kinds and now >= self._next_at and standing:
             kind = self._kinds.pop(0)
-            shares = DURATIONS[kind]
+            shares = (DURATIONS | LINK_DURATIONS)[kind]
             self._rng.choice(standing).hit(kind, TIMEOUT_SECONDS * self._rng.uniform(*shares))
             self.strikes.append(kind)
             self._next_at = now + self._rng.uniform(0.05, 0.6)
@@ -168,7 +190,9 @@ class Striker:
         return sum(value for key, value in self.served.items() if key.endswith(f" {name}"))
 
 
-def play(directory: Path, kinds: list[str], steps: int, whole: Any, rng: random.Random) -> dict[str, Any]:
+def play(
+    directory: Path, kinds: list[str], steps: int, whole: Any, rng: random.Random, *, apart: bool
+) -> dict[str, Any]:
     """Run one round, and return the findings.
 
     Args:
@@ -177,11 +201,16 @@ def play(directory: Path, kinds: list[str], steps: int, whole: Any, rng: random.
         steps: the number of steps to train.
         whole: the results of a run without lenders.
         rng: chooses moments and lenders.
+        apart: whether the borrower and each lender are in network namespaces of their own; `cut` and `slow` need that.
     """
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        lenders = [LendingDaemon(directory / f"lender-{number}") for number in range(LENDERS)]
+        namespaces = stack.enter_context(switched(HOSTS)) if apart else [""] * len(HOSTS)
+        lenders = [
+            LendingDaemon(directory / f"lender-{number}", namespaces[number], f"{HOSTS[number]}:{PORT}")
+            for number in range(1, len(HOSTS))
+        ]
         for lender in lenders:
             # The lender's process changes when it is started again, so the present one is looked up at the end.
             stack.callback(LendingDaemon.kill, lender)
@@ -191,8 +220,10 @@ def play(directory: Path, kinds: list[str], steps: int, whole: Any, rng: random.
             "use": "always",
             "timeout_seconds": TIMEOUT_SECONDS,
             "retry_seconds": 0.1,
+            "insecure": True,
         }
-        plan = make_plan(directory / "run", CONFIG, steps=steps, daemon={"remote": remote})
+        where, daemon = directory / "run", {"remote": remote}
+        plan = make_plan(where, CONFIG, steps=steps, daemon=daemon, namespace=namespaces[0])
         striker = Striker(lenders, list(kinds), rng)
         found: dict[str, Any] = {"steps": steps, "strikes": striker.strikes}
         try:
@@ -232,18 +263,21 @@ def main() -> None:
     print(f"seed {seed}", file=sys.stderr)
     rounds: list[dict[str, Any]] = []
     left = args.strikes
+    refusal = why_not_switched()
+    kinds_at_hand = KINDS + LINK_KINDS if refusal is None else KINDS
     with tempfile.TemporaryDirectory(prefix="lenders-") as temporary:
         whole = train_without_lenders(Path(temporary) / "whole", args.steps)
         while left > 0:
             rng = random.Random(f"{seed} {len(rounds)}")
-            kinds = [rng.choice(KINDS) for _ in range(min(STRIKES_OF_ROUND, left))]
-            played = play(Path(temporary) / str(len(rounds)), kinds, args.steps, whole, rng)
+            kinds = [rng.choice(kinds_at_hand) for _ in range(min(STRIKES_OF_ROUND, left))]
+            played = play(Path(temporary) / str(len(rounds)), kinds, args.steps, whole, rng, apart=refusal is None)
             rounds.append(played)
             print(json.dumps(played), file=sys.stderr)
             left -= max(1, len(played["strikes"]))
     failed = [played for played in rounds if is_failed(played)]
     total = Counter(kind for played in rounds for kind in played["strikes"])
-    print(json.dumps({"seed": seed, "strikes": total, "failed_rounds": len(failed), "rounds": rounds}, indent=2))
+    report = {"seed": seed, "no_namespaces": refusal, "strikes": total, "failed_rounds": len(failed), "rounds": rounds}
+    print(json.dumps(report, indent=2))
     raise SystemExit(1 if failed or total.total() < args.strikes else 0)
 
 

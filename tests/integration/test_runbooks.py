@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.namespaces import switched, why_not_switched
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.forked import ROOT
 from tests.integration.support.operated_run import NO_LIMIT, Plan
-from tests.integration.support.operations import PAGE, Machine, Training, commands, switch, why_no_switch
+from tests.integration.support.operations import PAGE, Machine, Training, commands
 from tests.integration.support.ranks import free_port
 from tests.integration.support.waiting import wait_until
 
@@ -200,7 +201,7 @@ def machines_of(directory: Path, nodes: Sequence[str], *, apart: bool) -> Iterat
         addresses = {node: f"127.0.0.1:{free_port()}" for node in nodes}
         namespaces = [""] * len(nodes)
         if apart:
-            namespaces = cleanup.enter_context(switch([node.rpartition(":")[0] for node in nodes]))
+            namespaces = cleanup.enter_context(switched([node.rpartition(":")[0] for node in nodes]))
             addresses = {node: node for node in nodes}
         machines = []
         for number, (node, namespace) in enumerate(zip(nodes, namespaces, strict=True)):
@@ -283,7 +284,7 @@ def damage_what_is_new(data: Path, before: bytes) -> None:
 @pytest.fixture(scope="module")
 def no_switch() -> str | None:
     """The reason why this machine can have no network namespaces on a switch; None if it can."""
-    return why_no_switch()
+    return why_not_switched()
 
 
 def test_a_node_is_lost_whose_job_has_a_replica(tmp_path: Path, no_switch: str | None) -> None:

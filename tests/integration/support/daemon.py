@@ -23,7 +23,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from tests.integration.support.forked import ROOT, Forked
+from tests.integration.support.forked import IN_NAMESPACE, ROOT, Forked
 
 SERVICE = "paramserver.v1.ParameterStore"
 MIB = 1 << 20
@@ -97,6 +97,7 @@ class Daemon:
         fresh: bool = False,
         program: Sequence[str] = ("-m", "paramserver"),
         environment: Mapping[str, str] | None = None,
+        namespace: str = "",
         wait: bool = True,
     ) -> None:
         """Write the config file and start the daemon.
@@ -109,6 +110,7 @@ class Daemon:
             fresh: start a new interpreter instead of forking one.
             program: the interpreter's arguments that select the program; with `fresh` or `prefix` only.
             environment: the environment; with `fresh` or `prefix` only.
+            namespace: the network namespace of a forked daemon; "": that of the tests.
             wait: return only when the daemon serves.
         """
         self.state_dir = state_dir
@@ -135,6 +137,9 @@ class Daemon:
                     stdout=log,
                     stderr=log,
                 )
+        elif namespace:
+            arguments = [namespace, "paramserver.cli", *arguments]
+            self.process = Forked(IN_NAMESPACE, arguments, environment=os.environ, log=self._log_path)
         else:
             self.process = Forked("paramserver.cli", arguments, environment=os.environ, log=self._log_path)
         if wait:

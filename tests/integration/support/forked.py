@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[3]
+# The module that runs another one in a network namespace.
+IN_NAMESPACE = "tests.integration.support.in_namespace"
 _PRELOADED = ["tests.integration.support.preloaded"]
 
 

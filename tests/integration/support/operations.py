@@ -19,14 +19,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.integration.support.forked import ROOT, Forked
+from benchmarks.common.namespaces import LINK
+from tests.integration.support.forked import IN_NAMESPACE, ROOT, Forked
 from tests.integration.support.operated_run import NO_LIMIT, Plan
 from tests.integration.support.ranks import free_port
 from trainer_client.transport.channel import is_serving, open_channel
@@ -35,11 +36,8 @@ PAGE = ROOT / "docs" / "runbooks.md"
 UNIT = ROOT / "deploy" / "systemd" / "paramserver@.service"
 CONFIG = UNIT.with_name("paramserver.toml")
 USER = "alice"
-IN_NAMESPACE = "tests.integration.support.in_namespace"
 SECONDS = 400.0
 SMALL_DISK_BYTES = 8 << 20
-# The network interface of a machine in a namespace.
-LINK = "eth0"
 RUN = "tests.integration.support.operated_run"
 
 # The directories that a machine has of its own.
@@ -74,47 +72,6 @@ def commands() -> dict[str, list[str]]:
         heading: re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
         for heading, text in zip(parts[::2], parts[1::2], strict=True)
     }
-
-
-@contextmanager
-def switch(hosts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a network namespace for each address, all on one switch; needs root, veth and bridges.
-
-    Nothing of it is in the namespace of the tests. See why_no_switch.
-    """
-    with ExitStack() as made:
-        names = [f"ps{os.getpid()}-{number}" for number in range(len(hosts) + 1)]
-        for name in names:
-            _ip("netns", "add", name)
-            made.callback(_ip, "netns", "delete", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        center, *ends = names
-        _ip("-n", center, "link", "add", "switch", "type", "bridge")
-        _ip("-n", center, "link", "set", "switch", "up")
-        for number, (name, host) in enumerate(zip(ends, hosts, strict=True)):
-            port = f"port{number}"
-            _ip("-n", center, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", name)
-            _ip("-n", center, "link", "set", port, "master", "switch", "up")
-            _ip("-n", name, "address", "add", f"{host}/24", "dev", LINK)
-            _ip("-n", name, "link", "set", LINK, "up")
-        yield ends
-
-
-def why_no_switch() -> str | None:
-    """Return the reason why `switch` cannot be made on this machine; None if it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with switch(["10.0.0.1"]):
-            return None
-    except FileNotFoundError as error:
-        return f"there is no {error.filename}"
-    except subprocess.CalledProcessError as error:
-        return f"network namespaces are not allowed here: {error.stderr.decode().strip()}"
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 class Machine:

@@ -40,7 +40,7 @@ def make_plan(
 
 
 def start_daemon(plan: Plan) -> Daemon:
-    return Daemon(Path(plan.lock_file).parent, DAEMON | plan.daemon)
+    return Daemon(Path(plan.lock_file).parent, DAEMON | plan.daemon, namespace=plan.namespace)
 
 
 def outlive(

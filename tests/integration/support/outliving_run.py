@@ -56,6 +56,7 @@ class Plan:
         checkpoint: the checkpoint that `initialize` imports if the job has no step; None: no checkpoint.
         layers: the number of layers of the model.
         daemon: keys of the daemon's config that differ from DAEMON.
+        namespace: the network namespace of the daemon; "": that of the tests. The ranks reach it by its Unix socket.
     """
 
     directory: str
@@ -72,6 +73,7 @@ class Plan:
     checkpoint: str | None = None
     layers: int = 3
     daemon: dict[str, Any] = field(default_factory=dict)
+    namespace: str = ""
 
     def results_file(self, rank: int) -> Path:
         return Path(self.directory) / f"results-{self.name}-{rank}.pt"
