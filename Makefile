@@ -22,7 +22,7 @@ TORCH := 2.13.0
   fuzz readers restarts lenders resumes mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
   prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
   bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
-  bench-overlap bench-remote plots docs proto lock clean distclean
+  bench-overlap bench-remote bench-beside plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,7 +100,7 @@ restarts: venv ## Kill the daemon of a run of two ranks N times and compare the 
 	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
 
 lenders: N ?= 200
-lenders: venv ## Kill, stop and empty the lenders of a training run N times and compare the bits (N=200 SEED=...)
+lenders: venv ## Kill, stop, empty and cut off the lenders of a training run N times and compare the bits (root; N=200 SEED=...)
 	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))
 
 resumes: N ?= 90
@@ -208,6 +208,9 @@ bench-overlap: venv ## Count which part of the copies to a device runs under its
 
 bench-remote: venv ## Measure steps with states in the memory of other nodes, by the link's speed (root); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.lenders --results
+
+bench-beside: venv ## Compare steps with those of an earlier commit (COMMIT=361ccf7); updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.training.beside $(COMMIT) --results
 
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots

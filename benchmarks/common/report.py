@@ -20,8 +20,8 @@ INTRODUCTION = """# Results
 
 Measured by `make bench-storage`, `bench-commits`, `bench-catalog`, `bench-dataplane`, `bench-step`, `bench-scale`,
 `bench-width`, `bench-depth`, `bench-activations`, `bench-costs`, `bench-gpu`, `bench-moe`, `bench-small`,
-`bench-inference`, `bench-plan`, `bench-overlap` and `bench-remote`, which replace their sections. All samples are in
-`results/`. Ratios compare runs that took turns; the rates themselves are of one machine on one day.
+`bench-inference`, `bench-plan`, `bench-overlap`, `bench-remote` and `bench-beside`, which replace their sections. All
+samples are in `results/`. Ratios compare runs that took turns; the rates themselves are of one machine on one day.
 """
 
 

@@ -66,6 +66,18 @@ def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.bench
+def test_a_commit_is_compared_with_itself(tmp_path: Path) -> None:
+    """The earlier commit is HEAD, so the losses are the same, and each contestant has a pair of turns."""
+    result = run("training.beside", tmp_path, "HEAD", "--rounds", "1", "--heat", "device")
+    assert set(result["contestants"]) == {"device: plain", "device: host, durable", "device: device"}
+    for figures in result["contestants"].values():
+        assert len(figures["seconds"]) == len(figures["earlier_seconds"]) == 1
+        assert all(len(figures[ratio]) == 3 for ratio in ("ratio", "beside_plain", "memory_ratio"))
+    listed = subprocess.run(["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "beside-" not in listed.stdout
+
+
 def block(*seconds: float, losses: list[float] | None = None) -> Block:
     values = list(seconds)
     return Block(

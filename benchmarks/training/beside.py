@@ -1,0 +1,157 @@
+"""Compares the time and the memory of a training step with those of an earlier commit, taking turns.
+
+The earlier commit is checked out beside this one, and both run `benchmarks.training.step` of their own with this
+environment, in turns. A turn is one round of all heats. The result is one JSON object:
+
+- `machine`, `provenance`, `commit` (the earlier one)
+- `contestants`: for each one that both commits have, `seconds` and `earlier_seconds` of a step, for each turn; and this
+  commit by the earlier one (median, least and most of the turns): `ratio` of the seconds, `beside_plain` of the seconds
+  divided by those of plain PyTorch in the same turn, and `memory_ratio`
+
+The commits run the same code for plain PyTorch, so its `ratio` says how much the machine changed between their turns.
+The benchmark fails if the losses of the commits differ in a bit.
+
+Run as a module from the root of the repository: `python -m benchmarks.training.beside COMMIT`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import report
+from benchmarks.common.machine import ROOT
+from benchmarks.common.measure import BenchmarkError
+from benchmarks.training.step import BUILD, HeatName
+
+RATIOS = ("ratio", "beside_plain", "memory_ratio")
+HEATS = (HeatName.NVME, HeatName.HOST, HeatName.DEVICE)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """Yield a directory with the files of a commit, which is removed at the end. It can raise BenchmarkError."""
+    with tempfile.TemporaryDirectory(prefix="beside-") as directory:
+        tree = Path(directory) / "tree"
+        _git("worktree", "add", "--detach", str(tree), commit)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> None:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"git {arguments[0]} failed: {done.stderr.strip()}")
+
+
+def turn(tree: Path, directory: Path, heats: Sequence[HeatName], options: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Run one turn with the code in `tree`, and return the figures of each contestant, by its heat and name.
+
+    Raises:
+        BenchmarkError: the benchmark ended with an error, which it has printed.
+    """
+    module = ("-m", "benchmarks.training.step", "--json", "--rounds", "1", "--dir", str(directory))
+    chosen = [word for heat in heats for word in ("--heat", heat.value)]
+    # The package is installed from this commit's files. The path of the other ones is searched first.
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, *module, *chosen, *options], cwd=tree, env=environment, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode:
+        raise BenchmarkError(f"benchmarks.training.step ended with {done.returncode} in {tree}")
+    found = json.loads(done.stdout)["heats"]
+    return {f"{heat}: {name}": figures for heat, part in found.items() for name, figures in part.items()}
+
+
+def measure(
+    commit: str, rounds: int, heats: Sequence[HeatName], directory: Path, options: Sequence[str]
+) -> dict[str, Any]:
+    """Return the result; see the module. It can raise BenchmarkError."""
+    turns = []
+    with checked_out(commit) as earlier:
+        for number in range(rounds):
+            typer.echo(f"round {number + 1} of {rounds}", err=True)
+            turns.append([turn(tree, directory, heats, options) for tree in (earlier, ROOT)])
+    names = [name for name in turns[0][1] if name in turns[0][0]]
+    return {"commit": commit, "rounds": rounds, "contestants": {name: _compared(name, turns) for name in names}}
+
+
+def _compared(name: str, turns: Sequence[Sequence[dict[str, dict[str, Any]]]]) -> dict[str, Any]:
+    """Return the figures of one contestant. It can raise BenchmarkError."""
+    pairs = [(earlier[name], present[name]) for earlier, present in turns]
+    if any(present["losses"] != earlier["losses"] for earlier, present in pairs):
+        raise BenchmarkError(f"{name}: the losses of the two commits differ")
+    return {
+        "seconds": [present["median"] for _, present in pairs],
+        "earlier_seconds": [earlier["median"] for earlier, _ in pairs],
+        "ratio": _spread([present["median"] / earlier["median"] for earlier, present in pairs]),
+        "beside_plain": _spread([present["ratio"] / earlier["ratio"] for earlier, present in pairs]),
+        "memory_ratio": _spread([p["memory"]["total"] / e["memory"]["total"] for e, p in pairs]),
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the section of RESULTS.md."""
+    rows = [
+        [
+            name,
+            f"{statistics.median(figures['earlier_seconds']):.3f}",
+            f"{statistics.median(figures['seconds']):.3f}",
+            *("{:.3f} ({:.3f} to {:.3f})".format(*figures[key]) for key in RATIOS),
+        ]
+        for name, figures in result["contestants"].items()
+    ]
+    introduction = (
+        f"`bench-step` of commit {result['commit']} and of this one in turns, {result['rounds']} of each; the losses "
+        "are the same, bit for bit. Ratios are this commit by the earlier one: of seconds, of seconds divided by those "
+        "of `plain` in the same turn, and of memory. `plain` is the same code in both commits, so its ratio shows what "
+        "the machine adds."
+    )
+    header = ("contestant", "s, earlier", "s, now", "ratio", "beside plain", "memory")
+    return f"{introduction}\n\n{report.table(header, rows)}"
+
+
+@app.command(help=__doc__)
+def main(
+    commit: Annotated[str, typer.Argument(help="The earlier commit.")],
+    directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = BUILD / "bench",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each commit.")] = 3,
+    heats: Annotated[list[HeatName] | None, typer.Option("--heat", help="Only this one; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model: to see that it works.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
+) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
+    report.run(
+        "beside",
+        "A step beside that of an earlier commit",
+        "bench-beside",
+        lambda: measure(commit, rounds, heats or HEATS, directory.resolve(), ["--quick"] if quick else []),
+        markdown,
+        directory=directory,
+        as_json=as_json,
+        results=results,
+        arguments=f"COMMIT={commit}",
+    )
+
+
+if __name__ == "__main__":
+    app()
