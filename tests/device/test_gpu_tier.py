@@ -98,12 +98,14 @@ class Trainer:
         return next((tier for tier in found if tier.tier == pb.TIER_GPU), admin_pb.TierInfo())
 
     def tier_at_rest(self) -> admin_pb.TierInfo:
-        """Return the gpu tier when the prefetches under way have been counted: when nothing changed for 0.2 seconds."""
+        """Return the gpu tier when no prefetch is under way any more, and nothing changed for 0.2 seconds."""
         tier = self.tier()
         while True:
             time.sleep(0.2)
+            with admin_of(self._address) as store:
+                under_way = store.GetPrefetch(admin_pb.GetPrefetchRequest()).running
             before, tier = tier, self.tier()
-            if tier == before:
+            if tier == before and not under_way:
                 return tier
 
 

@@ -28,7 +28,7 @@ from trainer_client.transport.channel import open_channel
 from trainer_client.transport.streams import Streams
 
 CODE = grpc.StatusCode
-STALL_SECONDS = 1.0
+STALL_SECONDS = 2.5
 BUDGET = 8 * MIB
 SLAB_BYTES = 8 * MIB
 # By default gRPC's clients buffer some MiB of each stream. With these options they buffer little, so that a stream
