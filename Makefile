@@ -120,7 +120,7 @@ device-kills: N ?= 100
 device-kills: venv ## Kill N ranks on the simulated device, or their daemons, and look for what is left (N=100 SEED=...)
 	$(BIN)/python -m tests.device.kills --kills $(N) $(if $(SEED),--seed $(SEED))
 
-matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
+matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (half an hour, 20 GB of disk)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_large_matrix.py --whole-matrix
 
 device-tests: venv ## Run the tests on the simulated accelerator alone, and fail if there is no g++ (some 2 minutes)
@@ -209,8 +209,8 @@ bench-overlap: venv ## Count which part of the copies to a device runs under its
 bench-remote: venv ## Measure steps with states in the memory of other nodes, by the link's speed (root); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.lenders --results
 
-bench-beside: venv ## Compare steps with those of an earlier commit (COMMIT=361ccf7); updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.training.beside $(COMMIT) --results
+bench-beside: venv ## Compare steps with those of an earlier commit; updates RESULTS.md (COMMIT=361ccf7 OPTIONS='--heat host')
+	$(BIN)/python -m benchmarks.training.beside $(COMMIT) --results $(OPTIONS)
 
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots

@@ -140,6 +140,7 @@ def main(
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
+    options = " ".join([*(f"--heat {heat}" for heat in heats or ()), f"--rounds {rounds}"])
     report.run(
         "beside",
         "A step beside that of an earlier commit",
@@ -149,7 +150,7 @@ def main(
         directory=directory,
         as_json=as_json,
         results=results,
-        arguments=f"COMMIT={commit}",
+        arguments=f"COMMIT={commit} OPTIONS='{options}'",
     )
 
 
