@@ -24,6 +24,7 @@ from torch import nn
 from tests.device import lag, lanes_cases
 from tests.device.lanes_cases import DEVICE, NUMEL
 from tests.device.matrix_rank import digest
+from tests.device.tight_boundaries import tight_store, train_tower
 from tests.device.training_on_lanes import Lateness, train
 from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
@@ -342,6 +343,13 @@ def _at(training: str, place: str, world_size: int) -> Callable[[str, str], Run]
     return lambda address, job: run_of(training, place, world_size, address, job)
 
 
+def _boundaries_one_at_a_time(late: Lateness, _: str, job: str) -> str:
+    """Take boundaries back from a store of its own, which has room for one."""
+    with TemporaryDirectory() as directory, tight_store(Path(directory)) as daemon, late.used():
+        weights = train_tower(daemon.address, job, offload=True)
+    return f"{[float(value.double().sum()) for value in weights.values()]}"
+
+
 _VERY_LATE = ("copies very late",)
 
 # The programs of one rank and of two, those that find most first.
@@ -356,6 +364,7 @@ ALONE: Mapping[str, Program] = {
     # Sums that come back to the device give up their lease.
     "gradients are parked": _park_gradients(_gradients_dropped, schedules=_VERY_LATE),
     "boundaries": _train(_moving_boundaries, schedules=("all late", "compute late", *_VERY_LATE)),
+    "boundaries, one at a time": Program(run=_boundaries_one_at_a_time, schedules=_VERY_LATE),
     "bf16, poisoned step": _train(_on("nvme", steps=3, precision="bf16", poisoned_step=1)),
     "gradients on the device": _train(_at("fp32", "zero-1 + optimizer nvme", 1)),
     "fractions": _train(_at("fp32, each micro-batch", "zero-3 + fractions", 1)),

@@ -14,9 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config
 
 import trainer_client
@@ -25,6 +23,7 @@ from tests.device.lanes_cases import mutated
 from tests.device.matrix_cells import PART
 from tests.device.matrix_rank import Task
 from tests.device.mutant_programs import forward_without_memory, gradients_changed
+from tests.device.tight_boundaries import Tower, tight_store, train_tower
 from tests.device.training_on_lanes import Lateness, launch, registered_arena, train
 from tests.integration.support import training
 from tests.integration.support.daemon import Daemon
@@ -364,44 +363,14 @@ def test_a_boundary_is_recalled_only_when_the_call_that_parks_it_is_made(
     assert_bit_equal(found, kept["non-reentrant"])
 
 
-class Tower(nn.Module):
-    """Blocks that are checkpointed; each boundary has BOUNDARY bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(9)]
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(tokens)
-        for block in self.blocks:
-            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
-        return hidden.square().mean()
-
-
 def test_boundaries_come_back_if_the_store_has_room_for_one_at_a_time(tmp_path: Path) -> None:
     """Backward takes a boundary while the device still copies the one before from the only room that there is."""
-    rows = 16 * 1024
     results, limits = [], mock.Mock()
-    budgets = {"host_budget": "9MiB", "nvme_budget": "1GiB"}
-    with Daemon(tmp_path / "state", budgets) as daemon, mock.patch.object(RecallDepth, "limit", limits):
+    with tight_store(tmp_path) as daemon, mock.patch.object(RecallDepth, "limit", limits):
         for offload in (False, True):
-            # Gradients on the device take no room between the boundaries.
-            section = {"activations": {"offload": offload, "recompute": False}, "placement": {"gradients": "device"}}
-            config = config_of(daemon.address, f"offload {offload}", "nvme", **section)
-            raw = config | {"optimizer": {"type": "AdamW"}}
             lag.reset()
             lag.SCHEDULES["copies late"].use()
-            torch.manual_seed(5)
-            with registered_arena():
-                engine, *_ = trainer_client.initialize(model=Tower().to("lag"), config=raw)
-                with engine:
-                    for _ in range(2):
-                        engine.backward(engine(torch.randn(rows, 64).to("lag")))
-                        engine.step()
-                    results.append({name: value.clone() for name, value in engine.full_state_dict().items()})
+            results.append(train_tower(daemon.address, f"offload {offload}", offload=offload))
             assert lag.races() == []
             assert limits.called == offload
             # The frames of the refused calls, and the boundaries in them, do not stay until garbage is collected.
