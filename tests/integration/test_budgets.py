@@ -16,6 +16,7 @@ from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import TierName
 from tests.integration.support.daemon import MIB, Daemon, tiers
+from tests.integration.support.mounts import unmount
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
@@ -125,7 +126,7 @@ def small_disk(path: Path, size: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        unmount(path)
 
 
 def fill(disk: Path) -> Path:

@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.common.namespaces import LINK
 from tests.integration.support.forked import IN_NAMESPACE, ROOT, Forked
+from tests.integration.support.mounts import unmount
 from tests.integration.support.operated_run import NO_LIMIT, Plan
 from tests.integration.support.ranks import free_port
 from trainer_client.transport.channel import is_serving, open_channel
@@ -140,7 +141,7 @@ class Machine:
             self._daemon.kill()
             self._daemon.wait()
         if self._mounted:
-            subprocess.run(["umount", self.directory / "var/lib/paramserver"], check=True)
+            unmount(self.directory / "var/lib/paramserver")
 
     def configure(self, text: str, *, whole: bool = False) -> None:
         """Write the daemon's configuration: the file of deploy/systemd and a text, or the text alone (`whole`)."""
