@@ -13,7 +13,6 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.common.namespaces import why_not_switched
 from paramserver.admin.cli import app
 from paramserver.contract.channel import channel_to
 from paramserver.security.principals import Role
@@ -22,7 +21,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1.parameter_store_pb2_grpc import ParameterStoreStub
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
-from tests.faults.lenders import KINDS, LINK_KINDS, play, train_without_lenders
+from tests.faults.lenders import KINDS, LINK_KINDS, play, train_without_lenders, why_no_links
 from tests.integration.support.borrowing import Borrower, read, tier_of
 from tests.integration.support.daemon import Daemon, admin_of
 
@@ -39,7 +38,7 @@ def test_lenders_that_are_killed_stopped_and_emptied_change_no_bit(tmp_path: Pat
 
 def test_links_that_are_cut_and_slow_change_no_bit(tmp_path: Path) -> None:
     """Each daemon is in a network namespace of its own, so its TCP connections stand while its link is down."""
-    if (refusal := why_not_switched()) is not None:
+    if (refusal := why_no_links()) is not None:
         pytest.skip(refusal)
     whole = train_without_lenders(tmp_path / "whole", STEPS)
     found = play(tmp_path / "lent", list(LINK_KINDS), STEPS, whole, random.Random(3), apart=True)

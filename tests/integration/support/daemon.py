@@ -23,7 +23,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from tests.integration.support.forked import IN_NAMESPACE, ROOT, Forked
+from tests.integration.support.forked import ROOT, Forked
 
 SERVICE = "paramserver.v1.ParameterStore"
 MIB = 1 << 20
@@ -137,11 +137,10 @@ class Daemon:
                     stdout=log,
                     stderr=log,
                 )
-        elif namespace:
-            arguments = [namespace, "paramserver.cli", *arguments]
-            self.process = Forked(IN_NAMESPACE, arguments, environment=os.environ, log=self._log_path)
         else:
-            self.process = Forked("paramserver.cli", arguments, environment=os.environ, log=self._log_path)
+            self.process = Forked(
+                "paramserver.cli", arguments, environment=os.environ, log=self._log_path, namespace=namespace
+            )
         if wait:
             self.wait_until_serving()
 

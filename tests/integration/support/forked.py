@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[3]
-# The module that runs another one in a network namespace.
-IN_NAMESPACE = "tests.integration.support.in_namespace"
+_IN_NAMESPACE = "tests.integration.support.in_namespace"
 _PRELOADED = ["tests.integration.support.preloaded"]
 
 
@@ -29,6 +28,7 @@ class Forked:
     """A forked process that runs the `main` of a module, with the methods of subprocess.Popen that tests use.
 
     `main` finds `arguments` in sys.argv. Its output goes to `log`, as its standard error does unless `errors` is given.
+    With a `namespace`, it runs in that network namespace.
     Its standard input is empty. A process that it has forked in its turn comes from the same server.
     """
 
@@ -40,7 +40,10 @@ class Forked:
         environment: Mapping[str, str],
         log: Path,
         errors: Path | None = None,
+        namespace: str = "",
     ) -> None:
+        if namespace:
+            module, arguments = _IN_NAMESPACE, [namespace, module, *arguments]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._process = context.Process(target=_run, args=(module, list(arguments), dict(environment), log, errors))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.namespaces import LINK
-from tests.integration.support.forked import IN_NAMESPACE, ROOT, Forked
+from tests.integration.support.forked import ROOT, Forked
 from tests.integration.support.mounts import unmount
 from tests.integration.support.operated_run import NO_LIMIT, Plan
 from tests.integration.support.ranks import free_port
@@ -206,9 +206,7 @@ class Machine:
         self, module: str, arguments: list[str], environment: Mapping[str, str], log: Path, errors: Path | None = None
     ) -> Forked:
         """Run the `main` of a module on this machine."""
-        if self.namespace:
-            module, arguments = IN_NAMESPACE, [self.namespace, module, *arguments]
-        return Forked(module, arguments, environment=environment, log=log, errors=errors)
+        return Forked(module, arguments, environment=environment, log=log, errors=errors, namespace=self.namespace)
 
     def lose(self) -> None:
         """Kill the daemon, and delete all that it has stored, as when the machine is lost."""
