@@ -355,16 +355,6 @@ class DaemonConfig(BaseModel):
         return self.max_sessions // 64 if self.reserved_sessions is None else self.reserved_sessions
 
     @property
-    def sessions_per_identity(self) -> int:
-        """The maximum number of sessions of one token of role job, or of one certificate where there are no tokens."""
-        return self.max_sessions_per_identity or max(1, self.max_sessions // 4)
-
-    @property
-    def sessions_per_address(self) -> int:
-        """The maximum number of sessions from one address of another machine."""
-        return self.max_sessions_per_address or max(1, self.max_sessions // 2)
-
-    @property
     def socket_path(self) -> Path:
         """The absolute path of the UNIX socket on which the gRPC server listens."""
         return (self.socket or self.state_dir / "paramserver.sock").absolute()

@@ -297,8 +297,8 @@ def _make_sessions(
             seats=SeatLimits(
                 total=config.max_sessions,
                 reserved=config.sessions_reserved,
-                per_identity=config.sessions_per_identity,
-                per_address=config.sessions_per_address,
+                per_identity=config.max_sessions_per_identity,
+                per_address=config.max_sessions_per_address,
             ),
         ),
         quotas,

@@ -28,8 +28,6 @@ def describe_config(config: DaemonConfig) -> admin_pb.GetConfigResponse:
         "socket": str(config.socket_path),
         "nvme_dirs": [str(path.absolute()) for path in config.nvme_dirs or (config.state_dir,)],
         "reserved_sessions": config.sessions_reserved,
-        "max_sessions_per_identity": config.sessions_per_identity,
-        "max_sessions_per_address": config.sessions_per_address,
         "audit_log": str(config.audit_path),
     }
     return admin_pb.GetConfigResponse(

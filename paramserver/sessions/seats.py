@@ -78,12 +78,24 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatLimits:
-    """The configuration of seats; config.py explains the values."""
+    """The configuration of seats; config.py explains the values.
+
+    Attributes:
+        total: the number of seats.
+        reserved: seats that only the operator may take; as many more are for clients of this node and the operator.
+        per_identity, per_address: the most seats of one identity and of one address; None: as many as leave the seats
+            `kept_for_others` free.
+    """
 
     total: int
     reserved: int
-    per_identity: int
-    per_address: int
+    per_identity: int | None = None
+    per_address: int | None = None
+
+    @property
+    def kept_for_others(self) -> int:
+        """The free seats that a client which has as many already leaves to others: a quarter of all."""
+        return max(1, self.total // 4)
 
 
 class Seats:
@@ -114,14 +126,20 @@ class Seats:
                 f"the quota of {visitor.identity}, sessions = {visitor.quota}, is used up: {opened} sessions are open; "
                 "close one, or raise `sessions` in the daemon's `quotas`"
             )
+        free = limits.total - kept - self._taken
         for key, who, taken, most in (
             ("identity", visitor.identity, self._by_identity, limits.per_identity),
             ("address", visitor.address, self._by_address, limits.per_address),
         ):
-            if who and taken[who] >= most:
+            if who and most is not None and taken[who] >= most:
                 raise BudgetExceededError(
                     f"max_sessions_per_{key} = {most}: {who} has {taken[who]} sessions open; close some, or raise "
                     f"max_sessions_per_{key}"
+                )
+            if who and most is None and free <= limits.kept_for_others <= taken[who]:
+                raise BudgetExceededError(
+                    f"max_sessions = {limits.total}: {who} has {taken[who]} sessions open, and the {free} that are "
+                    f"left are kept for other clients; close some, raise max_sessions, or set max_sessions_per_{key}"
                 )
         self._count(visitor, 1)
 

@@ -80,3 +80,27 @@ def test_an_address_has_a_share_whoever_comes_from_it() -> None:
     ):
         seats.take(remote(BOB))
     seats.take(remote(BOB, host="10.0.0.2"))
+
+
+def test_without_limits_a_job_of_many_ranks_leaves_a_quarter_to_others() -> None:
+    seats = Seats(SeatLimits(total=4096, reserved=64))
+    job = remote(ALICE)
+    for _ in range(2944):
+        seats.take(job)
+    with pytest.raises(BudgetExceededError, match="token alice has 2944 sessions open, and the 1024 that are left"):
+        seats.take(job)
+    # Other tokens from other machines find the rest, whatever the first one has.
+    for number in range(1024):
+        seats.take(remote(BOB, host=f"10.0.1.{number % 200}"))
+    with pytest.raises(BudgetExceededError, match="max_sessions: 3968 sessions are open"):
+        seats.take(remote(BOB))
+
+
+def test_without_limits_an_address_leaves_a_quarter_to_others() -> None:
+    seats = Seats(SeatLimits(total=16, reserved=0))
+    for _ in range(12):
+        seats.take(remote(ANYONE))
+    with pytest.raises(BudgetExceededError, match=r"ipv4:10\.0\.0\.1 has 12 sessions open, and the 4 that are left"):
+        seats.take(remote(ANYONE))
+    for number in range(2, 6):
+        seats.take(remote(ANYONE, host=f"10.0.0.{number}"))
