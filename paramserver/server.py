@@ -29,6 +29,7 @@ from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
+from paramserver.contract.open_files import raise_limit
 from paramserver.contract.optimizer_threads import by_default
 from paramserver.contract.otlp import DISABLED_VARIABLE, OtlpError, SpanSender, is_disabled
 from paramserver.contract.sockets import grpc_target
@@ -48,7 +49,7 @@ from paramserver.page.steps import StepLog
 from paramserver.process import numa
 from paramserver.process.audit_log import AuditLog
 from paramserver.process.background import repeat
-from paramserver.process.descriptors import connections_of_a_listener, raise_limit
+from paramserver.process.descriptors import connections_of_a_listener
 from paramserver.process.loop_watch import LoopWatch, StallLog
 from paramserver.process.manager import tell_manager
 from paramserver.rpc.checked_server import CheckedServer, NoteCall

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import resource
-from contextlib import suppress
 from pathlib import Path
 
 from paramserver.errors import StartError
@@ -24,14 +23,6 @@ RESERVED = 64 + 32
 # Connections that are not those of sessions: operators, health checks, and clients that are about to open a session.
 BESIDE_SESSIONS = 64
 LEAST_CONNECTIONS = 8
-
-
-def raise_limit() -> None:
-    """Raise this process's soft limit of open files to its hard limit, which needs no privileges."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The kernel refuses this if the hard limit is above fs.nr_open. The soft limit then stays as it is.
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_of_a_listener(listeners: int, max_sessions: int) -> int:

@@ -51,7 +51,8 @@ FLOORS = {
     "trainer_client": (
         "arguments errors index_ranges interface_version log_context own_memory own_packages recorder standing",
         "as_deepspeed device lanes section",
-        "accelerator comm not_built optimizers ranks schedules transport",
+        "comm",
+        "accelerator not_built optimizers ranks schedules transport",
         "config data_parallel moe ops pipe sequence",
         "model",
         "initial store_client store_optimizer",

@@ -6,7 +6,6 @@ make the same calls in the same order, so a caller may decide *whether* to commu
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer_client.comm import environment_default, lazily_connected
 from trainer_client.device import CPU, backend_of
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
 from trainer_client.lanes.device_lanes import make_lanes
@@ -49,16 +49,13 @@ _WATCHDOG_VARIABLE, _WATCHDOG_OFF = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
 
 def _make_groups(device: torch.device, timeout: timedelta) -> list[dist.ProcessGroup]:
     """Return the four groups of [Note: process groups]. All ranks must call this."""
-    host = [dist.new_group(timeout=timeout, backend="gloo") for _ in (_HOST, _CONTROL)]
+    on_host = (_HOST, _CONTROL, _UNITS, _TENSORS) if device.type == CPU else (_HOST, _CONTROL)
+    with lazily_connected():
+        host = [dist.new_group(timeout=timeout, backend="gloo") for _ in on_host]
     if device.type == CPU:
-        return [*host, *(dist.new_group(timeout=timeout, backend="gloo") for _ in (_UNITS, _TENSORS))]
-    is_set = _WATCHDOG_VARIABLE in os.environ
-    os.environ.setdefault(_WATCHDOG_VARIABLE, _WATCHDOG_OFF)
-    try:
+        return host
+    with environment_default(_WATCHDOG_VARIABLE, _WATCHDOG_OFF):
         communicator = dist.new_group(timeout=timeout, backend=backend_of(device.type))
-    finally:
-        if not is_set:
-            del os.environ[_WATCHDOG_VARIABLE]
     return [*host, communicator, communicator]
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from paramserver.contract.open_files import raise_limit
 from trainer_client import comm, device
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
@@ -39,10 +40,14 @@ def join_processes(
 ) -> tuple[int, torch.device]:
     """Join the process group that the launcher has announced, if any. Return (local rank, device).
 
+    This also raises the process's limit of open files, because each rank that this one exchanges tensors with takes a
+    socket.
+
     Raises:
         ConfigError: as `choose_device` and `comm.init_distributed`; the process group has one rank, and the launcher
             has started several.
     """
+    raise_limit()
     local_rank, chosen = choose_device(settings)
     launched = "RANK" in os.environ
     if not dist.is_initialized() and (launched or required):
