@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.integration.support.daemon import Daemon
+from tests.integration.support.forked import Forked
 from tests.integration.support.gone_ranks import TIMEOUT_SECONDS
 from tests.integration.support.ranks import Launch
 from tests.integration.support.waiting import wait_until
@@ -20,16 +22,23 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the ranks have written, by the name of the file."""
     directory = tmp_path_factory.mktemp("gone")
     limits = {"host_budget": "32MiB", "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS}
+    outputs = []
     with Daemon(directory / "state", limits) as daemon:
         program = "tests.integration.support.gone_ranks"
-        with Launch(program, 2, (daemon.address, directory), directory) as launch:
-            wait_until(lambda: launch.ranks[0].poll() is not None, seconds=90)
-            output = launch.output()
+        for stopped in (1, 0):
+            with Launch(program, 2, (daemon.address, directory, str(stopped)), directory) as launch:
+                other = launch.ranks[1 - stopped]
+                wait_until(partial(_has_ended, other), seconds=90)
+                outputs.append(launch.output())
         assert "Traceback" not in daemon.log, daemon.log
-    names = ["traffic-0", "traffic-1", "stopped-0"]
+    names = ["traffic-0", "traffic-1", "stopped-0", "stopped-1"]
     missing = [name for name in names if not (directory / f"{name}.json").is_file()]
-    assert not missing, output
+    assert not missing, "\n".join(outputs)
     return {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
+
+
+def _has_ended(process: Forked) -> bool:
+    return process.poll() is not None
 
 
 def _by_group(seen: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -61,12 +70,16 @@ def test_no_host_data_travels_in_the_groups_of_tensors(reports: dict[str, Any]) 
         assert all(numel < report["elements"] / 4 for _, numel in one["tensors"]), one
 
 
-def test_the_others_learn_of_a_stopped_rank_from_the_daemon(reports: dict[str, Any]) -> None:
-    """The connections of a stopped process stay, so gloo alone would wait for the time-out of a collective."""
-    found = reports["stopped-0"]
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_the_others_learn_of_a_stopped_rank_from_the_daemon(reports: dict[str, Any], stopped: int) -> None:
+    """The connections of a stopped process stay, so gloo alone would wait for the time-out of a collective.
+
+    Rank 0 has the ranks' key-value store, which does not answer while it is stopped.
+    """
+    found = reports[f"stopped-{1 - stopped}"]
 
     assert found["kind"] == "CollectiveError"
     assert found["seconds"] < TIMEOUT_SECONDS / 4
-    assert "rank 1 of 2) has ended: no heartbeat for 4 s" in found["text"]
-    assert "rank 0 (this one) is in " in found["text"]
+    assert f"rank {stopped} of 2) has ended: no heartbeat for 4 s" in found["text"]
+    assert f"rank {1 - stopped} (this one) is in " in found["text"]
     assert found["closing_seconds"] < TIMEOUT_SECONDS / 4

@@ -188,9 +188,15 @@ class Collectives:
         # them may wait for another rank.
         abort = self.device.type != CPU
         self._ending = threading.Thread(
-            target=_end, args=(groups,), kwargs={"abort": abort}, name="paramserver-abandon", daemon=True
+            target=self._end_abandoned, args=(groups,), kwargs={"abort": abort}, name="paramserver-abandon", daemon=True
         )
         self._ending.start()
+
+    def _end_abandoned(self, groups: list[dist.ProcessGroup], *, abort: bool) -> None:
+        # The other ranks look for the reason as soon as the groups end, so this rank writes it before that.
+        assert self._watch is not None
+        self._watch.exchange()
+        _end(groups, abort=abort)
 
     def rank_has_gone(self, who: str, is_closed: bool) -> None:
         """Take note that another rank will take part in nothing any more. Called from any thread.

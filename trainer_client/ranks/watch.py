@@ -1,7 +1,9 @@
 """The watch: which collective each rank is in, for the error message of a rank whose wait for the others times out.
 
 This module owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value
-store), and what it has last read of the other ranks' places. It must never make training wait or fail.
+store), and what it has last read of the other ranks' places. Only this thread uses the key-value store, because a call
+to it does not return while the process or the node that has it is silent. The module must never make training fail, nor
+wait for longer than _NEWS_SECONDS.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _LONGEST_INTERVAL_SECONDS = 5.0
+# A caller waits no longer than this for news. The key-value store answers within milliseconds, unless it is lost.
+_NEWS_SECONDS = 1.0
 _UNKNOWN = "has said nothing yet"
 # A rank writes one of these before its place, to say whether it will come to further collectives.
 _TAKES_PART, _GAVE_UP = "+", "-"
@@ -39,6 +43,22 @@ class _Place:
         if not self.number:
             return "in no collective so far"
         return f"{'in' if self.inside else 'in none, after'} {self.what} (its collective {self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What was last heard of another rank.
+
+    Attributes:
+        place: its place, for people.
+        at: when it was there, in seconds of time.monotonic().
+    """
+
+    place: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"was {self.place} when last heard of, {time.monotonic() - self.at:.0f} s ago"
 
 
 class SharedStore(Protocol):
@@ -67,9 +87,12 @@ class Watch:
         self._world_size = world_size
         self._interval_seconds = min(timeout_seconds / 4, _LONGEST_INTERVAL_SECONDS)
         self._place = _Place(0, "", False)
-        self._heard: dict[int, str] = {}
+        self._heard: dict[int, _Heard] = {}
         self._given_up: str | None = None
-        self._closed = threading.Event()
+        # Callers count what they ask the thread for, and the thread counts what it has done of that.
+        self._changed = threading.Condition()
+        self._asked = self._done = 0
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="paramserver-watch", daemon=True)
         self._thread.start()
 
@@ -83,9 +106,11 @@ class Watch:
         self._place = _Place(number, what, False)
 
     def abandon(self, what: str, why: str) -> None:
-        """Tell the other ranks that this one does not come to `what` or to any later collective, and why."""
+        """Note that this rank does not come to `what` or to any later collective, and why.
+
+        The next `exchange` tells the other ranks.
+        """
         self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True, is_last=True)
-        self._say()
 
     @property
     def given_up(self) -> str | None:
@@ -95,30 +120,51 @@ class Watch:
         """
         return self._given_up
 
+    def exchange(self) -> None:
+        """Write this rank's place and read those of the others, unless that takes longer than _NEWS_SECONDS."""
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._done >= mine or self._is_closed, _NEWS_SECONDS)
+
     def places(self) -> str:
-        """Return a text with the place of each rank, as of the last time that it was heard of."""
-        self._say()
-        self._listen()
+        """Return a text with the place of each rank, as of the last time that it was heard of.
+
+        If the key-value store does not answer in time, these are the places that were heard before.
+        """
+        self.exchange()
+        heard = self._heard
         ranks = [f"rank {self._rank} (this one) is {self._place}"]
         for rank in range(self._world_size):
             if rank != self._rank:
-                ranks.append(f"rank {rank} {self._heard.get(rank, _UNKNOWN)}")
+                ranks.append(f"rank {rank} {heard.get(rank, _UNKNOWN)}")
         return "; ".join(ranks)
 
     def close(self) -> None:
-        """End the thread; idempotent."""
-        self._closed.set()
-        self._thread.join()
+        """End the thread, without waiting for a key-value store that does not answer; idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_NEWS_SECONDS)
 
     def _run(self) -> None:
         seen = self._place
-        while not self._closed.wait(self._interval_seconds):
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._asked > self._done, self._interval_seconds)
+                if self._is_closed:
+                    return
+                asked = self._asked
             self._say()
-            # This rank reads the others' places while it still waits in a collective. When the wait has failed, it may
-            # be too late: the process that holds the key-value store may be gone.
-            if self._place.inside and self._place is seen:
+            # This rank reads the others' places while it still waits in a collective, because the process that has the
+            # key-value store may be gone when the wait has failed.
+            if asked > self._done or (self._place.inside and self._place is seen):
                 self._listen()
             seen = self._place
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
 
     def _say(self) -> None:
         try:
@@ -129,16 +175,20 @@ class Watch:
             return
 
     def _listen(self) -> None:
-        for rank in range(self._world_size):
-            try:
-                if rank == self._rank or not self._store.check([str(rank)]):
-                    continue
-                said_at, _, place = self._store.get(str(rank)).decode().partition(" ")
-            except RuntimeError:
-                if self._given_up is None:
-                    self._given_up = "the process that has the ranks' key-value store has gone"
-                return
-            mark, place = place[:1], place[1:]
-            self._heard[rank] = f"was {place} when last heard of, {max(0.0, time.time() - float(said_at)):.0f} s ago"
-            if mark == _GAVE_UP and self._given_up is None:
-                self._given_up = f"rank {rank} is {place}"
+        heard = self._heard.copy()
+        try:
+            for rank in range(self._world_size):
+                if rank != self._rank and self._store.check([str(rank)]):
+                    heard[rank] = self._hear(rank, self._store.get(str(rank)).decode())
+        except RuntimeError:
+            if self._given_up is None:
+                self._given_up = "the process that has the ranks' key-value store has gone"
+        # Other threads may read the former dictionary now, so it is replaced and not changed.
+        self._heard = heard
+
+    def _hear(self, rank: int, said: str) -> _Heard:
+        said_at, _, place = said.partition(" ")
+        mark, place = place[:1], place[1:]
+        if mark == _GAVE_UP and self._given_up is None:
+            self._given_up = f"rank {rank} is {place}"
+        return _Heard(place, time.monotonic() - max(0.0, time.time() - float(said_at)))

@@ -1,7 +1,8 @@
-"""One of two ranks, of which rank 1 is stopped in the end.
+"""One of two ranks, of which one is stopped in the end.
 
-Run as `python -m tests.integration.support.gone_ranks ADDRESS REPORTS`, with torchrun's environment variables. Each
-rank writes the result of each scene to REPORTS/RANK.json; rank 1 writes it before it is stopped.
+Run as `python -m tests.integration.support.gone_ranks ADDRESS REPORTS STOPPED`, with torchrun's environment variables.
+STOPPED is the number of the rank that is stopped. Each rank writes the result of each scene to REPORTS/SCENE-RANK.json,
+except for the stopped one.
 """
 
 from __future__ import annotations
@@ -84,12 +85,11 @@ def traffic(address: str, rank: int) -> Any:
     return {"seen": traffic.seen, "elements": elements}
 
 
-def stopped(address: str, rank: int, report: Path) -> Any:
-    """Stop rank 1 in the middle of a step, and return what becomes of rank 0."""
-    engine = start(address, "stopped")
+def stopped(address: str, rank: int, which: int) -> Any:
+    """Stop one rank in the middle of a step, and return what becomes of the other one."""
+    engine = start(address, f"stopped-{which}")
     train(engine, rank)
-    if rank == 1:
-        report.write_text(json.dumps({"pid": os.getpid()}))
+    if rank == which:
         os.kill(os.getpid(), signal.SIGSTOP)
     begun = time.monotonic()
     try:
@@ -102,12 +102,12 @@ def stopped(address: str, rank: int, report: Path) -> Any:
 
 
 def main() -> None:
-    address, reports = sys.argv[1], Path(sys.argv[2])
+    address, reports, which = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    seen = traffic(address, rank)
-    (reports / f"traffic-{rank}.json").write_text(json.dumps(seen))
-    (reports / f"stopped-{rank}.json").write_text(json.dumps(stopped(address, rank, reports / f"stopped-{rank}.json")))
+    if not (reports / f"traffic-{rank}.json").exists():
+        (reports / f"traffic-{rank}.json").write_text(json.dumps(traffic(address, rank)))
+    (reports / f"stopped-{rank}.json").write_text(json.dumps(stopped(address, rank, which)))
 
 
 if __name__ == "__main__":

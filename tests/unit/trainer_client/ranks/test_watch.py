@@ -1,7 +1,8 @@
-"""The watch of a rank hears which other rank has given up, and that the ranks' key-value store is gone."""
+"""The watch of a rank hears which other rank has given up, and that the ranks' key-value store is gone or silent."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,11 +13,17 @@ TIMEOUT_SECONDS = 0.2
 
 
 class Shared:
-    """A key-value store in this process, which can be lost."""
+    """A key-value store in this process, which can be lost, or silent: then no call returns.
+
+    Attributes:
+        answers: cleared while the store is silent.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.is_lost = False
+        self.answers = threading.Event()
+        self.answers.set()
 
     def set(self, key: str, value: str) -> None:
         self._require()
@@ -31,6 +38,7 @@ class Shared:
         return all(key in self.values for key in keys)
 
     def _require(self) -> None:
+        self.answers.wait()
         if self.is_lost:
             raise RuntimeError("the connection was closed by its peer")
 
@@ -75,3 +83,23 @@ def test_a_rank_that_waits_hears_that_the_store_of_the_ranks_is_gone() -> None:
         assert "key-value store has gone" in (watch.given_up or "")
     finally:
         watch.close()
+
+
+def test_the_places_are_those_that_were_heard_last_while_the_store_of_the_ranks_is_silent() -> None:
+    """A node that lost its power leaves connections that do not break, so a call to its store never returns."""
+    store = Shared()
+    waiting, silent = (Watch(store, rank, 2, TIMEOUT_SECONDS) for rank in range(2))
+    try:
+        with silent.within("the gather of blocks.1"), waiting.within("the gather of blocks.0"):
+            assert within(10, lambda: "rank 1 was in the gather of blocks.1" in waiting.places())
+            store.answers.clear()
+
+            assert "rank 1 was in the gather of blocks.1 (its collective 1) when last heard of" in waiting.places()
+
+            waiting.abandon("the gather of blocks.0", "it has failed")
+            waiting.exchange()
+            waiting.close()
+    finally:
+        store.answers.set()
+        waiting.close()
+        silent.close()
