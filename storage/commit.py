@@ -17,6 +17,7 @@ from storage.copy_writes import CopyClaim, CopyWrites
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
 from storage.host_cache import HostCache
+from storage.renewal import Renewal
 from storage.slab import Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
@@ -43,6 +44,7 @@ class Committer:
         backing: BackingTiers,
         host_cache: HostCache,
         copies: CopyWrites,
+        renewal: Renewal,
         tracer: Tracer,
         catalog: Catalog,
         in_catalog_thread: InCatalogThread,
@@ -50,6 +52,7 @@ class Committer:
         self._backing = backing
         self._host_cache = host_cache
         self._copies = copies
+        self._renewal = renewal
         self._tracer = tracer
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
@@ -254,13 +257,12 @@ class Committer:
         Returns:
             The versions that the step sees and the catalog does not name yet.
         """
-        for slab, (version, region) in (await _unrecorded(job, step)).items():
+        for slab, (_, region) in (await _unrecorded(job, step)).items():
             if region.doubtful or not region.tier.is_durable:
-                slab.add_version(version, await self._backing.copy_to_durable(region))
-                self._backing.free(region)
+                await self._renewal.renew(job, slab, region)
         written = await _unrecorded(job, step)
         with self._tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {step}"):
-            await self._backing.durable.sync()
+            await self._renewal.sync()
         return written
 
     async def finish_snapshot(self, job: Job, step: int) -> None:

@@ -39,6 +39,7 @@ from storage.kept_steps import KeptSize, KeptSteps
 from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
+from storage.renewal import Renewal
 from storage.scratch import ScratchRanges
 from storage.scrub import Scrubber
 from storage.shadows import Shadows
@@ -136,13 +137,20 @@ class Engine:
             config.optimizer_threads,
         )
         copies = CopyWrites(self.host, self.backing, self.host_cache)
-        self._committer = Committer(self.backing, self.host_cache, copies, tracer, catalog, catalog_thread.run)
+        renewal = Renewal(
+            self.host,
+            self.backing,
+            self.host_cache,
+            jobs,
+            lambda: [reader.regions for reader in self._job_registry.admission.readers],
+        )
+        self._committer = Committer(self.backing, self.host_cache, copies, renewal, tracer, catalog, catalog_thread.run)
         self.shadows = Shadows(self.host, self.scratch, self._job_registry.admission.room_beside_steps)
         self._pending_steps = PendingSteps(
             self.host, self.backing, self.host_cache, tracer, transformer, self.shadows, self._committer
         )
         self._kept_steps = KeptSteps(
-            jobs, self._job_registry, self.backing, self._committer, catalog, catalog_thread.run
+            jobs, self._job_registry, self.backing, self._committer, renewal, catalog, catalog_thread.run
         )
         self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
         self._accountant = Accountant(

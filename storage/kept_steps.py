@@ -24,6 +24,7 @@ from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictErro
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
 from storage.reader import StepReader
+from storage.renewal import Renewal
 from storage.shard import SlabKey
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
@@ -57,6 +58,7 @@ class KeptSteps:
         registry: JobRegistry,
         backing: BackingTiers,
         committer: Committer,
+        renewal: Renewal,
         catalog: Catalog,
         in_catalog_thread: InCatalogThread,
     ) -> None:
@@ -64,6 +66,7 @@ class KeptSteps:
         self._registry = registry
         self._backing = backing
         self._committer = committer
+        self._renewal = renewal
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
         # Held while the catalog and the table of kept steps change, so that both always have the same kept steps.
@@ -143,9 +146,8 @@ class KeptSteps:
         while not is_synced:
             for slab, region in list(reader.regions.items()):
                 if region is not None and (region.doubtful or not region.tier.is_durable):
-                    reader.regions[slab] = await self._backing.copy_to_durable(region)
-                    self._backing.free(region)
-            await self._backing.durable.sync()
+                    await self._renewal.renew(reader.job, slab, region)
+            await self._renewal.sync()
             is_synced = not any(region is not None and region.doubtful for region in reader.regions.values())
 
     async def _new_job(self, reader: StepReader, name: str, note: str) -> Job:

@@ -154,15 +154,10 @@ class RangeReader:
             start = stop
         return state.digest()
 
-    def has_copy(self, slab: Slab, region: Region) -> bool:
-        """Return whether host memory has a copy of the version in a region."""
-        copy = slab.current_copy
-        return copy is not None and copy.step is not None and slab.versions.get(copy.step) is region
-
     async def read_version(self, slab: Slab, region: Region, start: int, buffer: memoryview) -> None:
         """Read whole blocks of the version in a region: from host memory if its copy is there, else from the region."""
-        copy = slab.current_copy
-        if copy is not None and self.has_copy(slab, region):
+        copy = slab.copy_of(region)
+        if copy is not None:
             await self._read_copy(slab, copy, start, buffer)
         else:
             await self._backing.read_into(region, start, buffer)
@@ -248,7 +243,7 @@ class StepReader:
         moves: list[Move[Region]] = []
         async for slab, start, at, nbytes in in_slices(places):
             region, buffer = self._region_of(slab), view[at : at + nbytes]
-            if region is None or self._ranges.has_copy(slab, region):
+            if region is None or slab.copy_of(region) is not None:
                 await self._read_held(slab, start, buffer)
             else:
                 moves.append(Move(region, start, buffer))

@@ -351,6 +351,11 @@ class Slab:
         copy = self.copy
         return copy if copy is not None and copy.step is not None and copy.step == self.latest else None
 
+    def copy_of(self, region: Region) -> HostCopy | None:
+        """Return the host copy of the version in a region; None if there is none."""
+        copy = self.current_copy
+        return copy if copy is not None and copy.step is not None and self.versions.get(copy.step) is region else None
+
     def label(self, step: int) -> str:
         """Return a name for a version, for traces, checksums and error texts."""
         return self.key.label(step)

@@ -196,22 +196,27 @@ class BackingTiers:
             pushing.cancel()
             await wait_out([pushing])
 
-    async def copy_to_durable(self, region: Region) -> Region:
-        """Copy a region, read and verified, into a new region of the durable tier, and return the new one.
+    async def copy_to_durable(self, region: Region, view: memoryview | None = None) -> Region:
+        """Write the bytes of a region to a new region of the durable tier, and return the new one.
 
-        The caller uses this for a region on another tier, and for a region of the durable tier whose sync failed: its
-        bytes may not have reached the device, and no later sync can tell (see `Region.doubtful`).
+        Args:
+            region: the region.
+            view: its bytes, which must not change meanwhile. None: they are read from a lender that has them, or from
+                the region, and verified.
 
         Raises:
             DamagedBlockError: the bytes of the region are damaged.
             DeviceError, BudgetExceededError: the bytes cannot be read, or cannot be written to another place.
         """
-        buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
         new_version: AbstractAsyncContextManager[Region] = self.durable.new_version(region.nbytes, region.label)
         async with new_version as copy:
+            if view is not None:
+                await self.durable.write_from(copy, 0, view)
+                return copy
+            buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
             for offset in range(0, region.nbytes, _COPY_BYTES):
                 piece = buffer[: min(_COPY_BYTES, region.nbytes - offset)]
-                await region.tier.read_into(region, offset, piece, Priority.UPDATE)
+                await self.read_into(region, offset, piece, Priority.UPDATE)
                 await self.durable.write_from(copy, offset, piece)
         return copy
 
