@@ -189,20 +189,35 @@ class LocalDaemon:
             options += ["--insecure"] if config.paramserver.insecure else []
         return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
+    def ensure_running(self) -> None:
+        """Start the daemon again if it has ended by itself. It can raise LocalDaemonError."""
+        with self._starting:
+            if not self._stopping and self._process.poll() is not None:
+                self._replace()
+
     def _start_again(self) -> None:
         """Restart the daemon each time that it has ended by itself, for ranks that wait for the next one."""
         while True:
-            code = self._process.wait()
+            process = self._process
+            process.wait()
             with self._starting:
                 if self._stopping:
                     return
-                log.warning("the store daemon (pid %d) ended with %d; restarting it", self._process.pid, code)
-                self._close_stdin(self._process)
+                if self._process is not process:
+                    # `ensure_running` was quicker.
+                    continue
                 try:
-                    self._process = self._start()
+                    self._replace()
                 except (LocalDaemonError, OSError) as error:
                     log.error("the store daemon cannot be restarted: %s", error)
                     return
+
+    def _replace(self) -> None:
+        """Start another process in the place of one that has ended. The caller holds `_starting`."""
+        former = self._process
+        log.warning("the store daemon (pid %d) ended with %d; restarting it", former.pid, former.returncode)
+        self._close_stdin(former)
+        self._process = self._start()
 
     def stop(self) -> None:
         """Wait until the other ranks of the node have left, then shut the daemon down.

@@ -1,12 +1,14 @@
 """A rank's way to the store of its node: the process group, the device, and the daemon that serves the node's ranks.
 
 This module owns the order in which ranks meet before they use a daemon. It must never leave a process group or a daemon
-behind: the exit stacks that its callers pass close them.
+behind: the exit stacks that its callers pass close them. It must never take them away from another engine of this
+process either, so both are counted.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 
 import torch
@@ -17,11 +19,52 @@ from trainer_client import comm, device
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.run.local_daemon import local_address
+from trainer_client.run.shared_daemon import share_daemon
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 
 _SERVING_SECONDS = 30.0
+
+
+class _JoinedGroup:
+    """The process group that the first engine of this process has joined, and the number of engines that use it.
+
+    A group that the script has joined is the script's own, and is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._group: dist.ProcessGroup | None = None
+        self._users = 0
+
+    def take_over(self) -> None:
+        """Take note that an engine has joined the present group just now."""
+        with self._lock:
+            self._group, self._users = dist.group.WORLD, 0
+
+    def share(self, processes: ExitStack) -> None:
+        """Count the caller among the users of the group until `processes` is closed; the last one leaves the group."""
+        with self._lock:
+            if self._group is None or dist.group.WORLD is not self._group:
+                return
+            self._users += 1
+            processes.callback(self._leave, self._group)
+
+    def _leave(self, group: dist.ProcessGroup) -> None:
+        with self._lock:
+            if group is not self._group:
+                # The script has left the group itself, and another one has been joined since.
+                return
+            self._users -= 1
+            if self._users:
+                return
+            self._group = None
+        if dist.group.WORLD is group:
+            dist.destroy_process_group()
+
+
+_joined = _JoinedGroup()
 
 
 def choose_device(settings: TrainingConfig) -> tuple[int, torch.device]:
@@ -52,7 +95,8 @@ def join_processes(
     launched = "RANK" in os.environ
     if not dist.is_initialized() and (launched or required):
         comm.init_distributed(distributed_port=port, dist_init_required=required)
-        processes.callback(dist.destroy_process_group)
+        _joined.take_over()
+    _joined.share(processes)
     if dist.is_initialized():
         comm.require_launched_group()
     return local_rank, chosen
@@ -77,7 +121,7 @@ def find_store(
         failure: LocalDaemonError | None = None
         if local_rank == 0:
             try:
-                resources.callback(LocalDaemon.of(settings).stop)
+                resources.callback(share_daemon(settings).leave)
             except LocalDaemonError as error:
                 failure = error
         # The other ranks connect only after this collective, because the socket of an earlier daemon may have been

@@ -1,0 +1,61 @@
+"""Several engines in one process: they share the daemon that the first one starts, and leave in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trainer_client
+from tests.integration.support.ranks import run_ranks
+from tests.integration.support.several_engines import TRAINED, build, config_of, step
+from trainer_client.config.loading import load_config
+from trainer_client.errors import LocalDaemonError
+from trainer_client.run.local_daemon import LOCK_NAME, local_address
+from trainer_client.run.shared_daemon import share_daemon
+from trainer_client.transport.channel import is_serving, open_channel
+
+
+def is_served(state_dir: Path) -> bool:
+    with open_channel(local_address(state_dir)) as channel:
+        return is_serving(channel, timeout_seconds=5.0)
+
+
+def test_a_second_engine_uses_the_daemon_of_the_first_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that trains and one that does not, in one directory, by two names of it; the first one is closed first."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "state")
+    trained = trainer_client.initialize(model=build(), config=config_of(str(tmp_path / "state"), 3) | TRAINED)[0]
+    pid = (tmp_path / "state" / LOCK_NAME).read_text()
+    frozen = trainer_client.initialize(model=build(1), config=config_of(str(link), 3, host_budget="32MiB"))[0]
+    step(trained)
+    assert (tmp_path / "state" / LOCK_NAME).read_text() == pid
+    assert "paramserver.host_budget = 32.0MiB has no effect" in caplog.text
+    with pytest.raises(
+        LocalDaemonError, match=r"nvme_budget is 1\.0GiB in the config of this engine, and 256\.0MiB in that of an"
+    ):
+        trainer_client.initialize(model=build(2), config=config_of(str(link), 3, nvme_budget="1GiB"))
+    trained.close()
+    assert is_served(tmp_path / "state")
+    frozen.close()
+    assert not is_served(tmp_path / "state")
+
+
+def test_a_daemon_that_has_ended_is_started_again_for_the_next_engine(tmp_path: Path) -> None:
+    config = load_config(config_of(str(tmp_path / "state"), reattach_timeout_seconds=0), {})
+    shares = [share_daemon(config)]
+    try:
+        process = shares[0]._daemons._by_directory[tmp_path / "state"].daemon._process
+        process.kill()
+        process.wait()
+        shares.append(share_daemon(config))
+        assert is_served(tmp_path / "state")
+    finally:
+        for share in shares:
+            share.leave()
+            share.leave()
+    assert not is_served(tmp_path / "state")
+
+
+def test_ranks_with_several_engines_share_a_daemon_and_a_process_group(tmp_path: Path) -> None:
+    run_ranks("tests.integration.support.several_engines", 2, tmp_path / "state")
