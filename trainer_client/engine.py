@@ -183,6 +183,8 @@ class Engine(EngineMemory):
 
         Raises:
             ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
+            ClientStateError: a value of `client_state`, of a parameter group or of the schedule cannot be committed; no
+                step was begun.
             PhaseError: there was no backward pass, or the last micro-batch of the step is within `no_sync`.
             UnusedParameterError: `zero_optimization.ignore_unused_parameters` is false, and no rank has a gradient of
                 some parameter.
@@ -203,6 +205,7 @@ class Engine(EngineMemory):
             )
         if boundary:
             self.optimizer.check_groups()
+            self._run_state.require_committable(self.client_state)
         self._was_step_applied = False
         self._micro_batches.end()
         if not boundary:

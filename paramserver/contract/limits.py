@@ -30,3 +30,8 @@ GRADIENTS_AT_ONCE = 4
 # can hold this number of the largest units. If more units are in use, the trainer copies some of them
 # (step/residency.py).
 UNITS_MAPPED_AT_ONCE = 3
+
+# A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps
+# in one message, so a single one must be small. The trainer looks before a step is made, because a state that the
+# daemon refuses would end the run.
+MAX_CLIENT_STATE_BYTES = 2 << 20

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from paramserver.contract.limits import MAX_CLIENT_STATE_BYTES
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from paramserver.optimizer_kernel import OptimizerUpdate
@@ -49,9 +50,6 @@ MAX_SHARDS = 1 << 18
 # The most leases, prefetch wants, releases or updates in one request. A request is for one unit or a few units, and
 # even the entries for all units of a large model fit.
 MAX_BATCH = 1 << 14
-# A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps
-# in one message, so a single one must be small.
-MAX_CLIENT_STATE_BYTES = 2 << 20
 
 _URGENCIES = {
     pb.URGENCY_UNSPECIFIED: Urgency.DEMAND,

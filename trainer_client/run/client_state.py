@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import numbers
 import random
 import sys
@@ -30,12 +31,26 @@ FORMAT = 2
 # The generators that every machine has. All other keys of random states are kinds of devices, as torch names them.
 _ON_HOST = frozenset({"torch", "python", "numpy"})
 
+# The remedies for values that scripts often have, by the names of their classes.
+_INSTEAD = {
+    "set": "write sorted(...)",
+    "frozenset": "write sorted(...)",
+    "PosixPath": "write str(...)",
+    "ndarray": "write torch.from_numpy(...)",
+    "bytes": "write a tensor of torch.uint8",
+    "complex": "write a tuple of two numbers",
+    "Fraction": "write float(...)",
+    "Decimal": "write float(...)",
+    "longdouble": "write float(...)",
+    "datetime": "write its isoformat()",
+}
+
 _TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
 
 
 def encode(state: Mapping[str, Any]) -> bytes:
     """Return the encoded state. Raise ClientStateError if a value cannot be encoded; the message has its place."""
-    return json.dumps({"format": FORMAT, "state": _pack(state, "")}, separators=(",", ":")).encode()
+    return _to_text({"format": FORMAT, "state": _pack(state, "")})
 
 
 def decode(encoded: bytes) -> dict[str, Any]:
@@ -144,11 +159,42 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         numpy.random.set_state(states["numpy"])
 
 
-def _pack(value: Any, path: str) -> Any:
+def check(value: Any, name: str) -> int:
+    """Return the size of a value in an encoded state, in bytes.
+
+    Args:
+        name: what the value is, as an error names it.
+
+    Raises:
+        ClientStateError: the value cannot be encoded; the message has its place.
+    """
+    return len(_to_text(_pack(value, "", name)))
+
+
+def _to_text(packed: Any) -> bytes:
+    return json.dumps(packed, separators=(",", ":")).encode()
+
+
+def _to_number(value: Any) -> Any:
+    """Return the number of Python that equals a scalar of another class; another value is returned as it is.
+
+    Rates and counts of a script may be scalars of numpy, or its arrays without dimensions. A scalar that no number of
+    Python equals, as a third (`fractions.Fraction`), stays what it is.
+    """
+    if getattr(value, "shape", None) == () and not isinstance(value, torch.Tensor) and hasattr(value, "item"):
+        number = value.item()
+    elif isinstance(value, numbers.Real):
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+    else:
+        return value
+    is_same = number == value or (isinstance(number, float) and math.isnan(number))
+    return number if is_same else value
+
+
+def _pack(value: Any, path: str, name: str = "client state") -> Any:
     """Return `value` as JSON types; a type that JSON does not have becomes a dict with one key that begins with $."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool | int | float):
-        # Rates and counts of a script may be scalars of numpy, of which Python's float has only float64 as a subclass.
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not isinstance(value, bool | int | float):
+        value = _to_number(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -159,21 +205,21 @@ def _pack(value: Any, path: str) -> Any:
             # Sparse, quantized, nested, conjugated and meta tensors have no plain bytes.
             reason = str(error).partition("\n")[0]
             raise ClientStateError(
-                f"client state{path} is a tensor that cannot be committed ({reason}): give a dense tensor with values"
+                f"{name}{path} is a tensor that cannot be committed ({reason}): give a dense tensor with values"
             ) from error
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
     if isinstance(value, tuple):
-        return {_TUPLE: [_pack(item, f"{path}[{index}]") for index, item in enumerate(value)]}
+        return {_TUPLE: [_pack(item, f"{path}[{index}]", name) for index, item in enumerate(value)]}
     if isinstance(value, list):
-        return [_pack(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [_pack(item, f"{path}[{index}]", name) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value) and not isinstance(value, Counter):
-            return {key: _pack(item, f"{path}.{key}") for key, item in value.items()}
-        pairs = [[_pack(key, path), _pack(item, f"{path}[{key!r}]")] for key, item in value.items()]
+            return {key: _pack(item, f"{path}.{key}", name) for key, item in value.items()}
+        pairs = [[_pack(key, path, name), _pack(item, f"{path}[{key!r}]", name)] for key, item in value.items()]
         return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
     raise ClientStateError(
-        f"client state{path} is a {type(value).__name__}: only numbers, strings, tensors, lists, tuples and dicts of "
-        "them can be committed"
+        f"{name}{path} is a {type(value).__name__}: only numbers, strings, tensors, lists, tuples and dicts of them "
+        f"can be committed; {_INSTEAD.get(type(value).__name__, 'convert it')}"
     )
 
 

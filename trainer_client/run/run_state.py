@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paramserver.contract.limits import MAX_CLIENT_STATE_BYTES
+from trainer_client.errors import ClientStateError
 from trainer_client.model.plain_state import PlainState
 from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
@@ -91,6 +93,8 @@ class RunState:
         # The parameters of the groups in the last commit, by their indexes and by their names. They rarely change.
         self._members: list[Any] = []
         self._sorted_members: list[Any] | None = None
+        # The bytes of the last encoded state without those that the script may change between two steps.
+        self._other_bytes = 0
 
     def encode(self, progress: Progress, user: Mapping[str, Any]) -> bytes:
         """Return the encoded state for a commit; `user` has the user's part.
@@ -102,7 +106,7 @@ class RunState:
         groups = self._optimizer.settings()
         if (members := [group["params"] for group in groups]) != self._members:
             self._members, self._sorted_members = members, sort_groups(groups, self._names)
-        return client_state.encode(
+        encoded = client_state.encode(
             {
                 "counters": {
                     "global_steps": progress.global_steps,
@@ -130,6 +134,37 @@ class RunState:
                 "made_with": self._made_with_text,
                 "rolled_back": self._rolled_back,
             }
+        )
+        self._other_bytes = len(encoded) - self._check_values_of_script(user)
+        return encoded
+
+    def require_committable(self, user: Mapping[str, Any]) -> None:
+        """Check what the script may have changed since the last commit: its own part, and the optimizer's groups.
+
+        Call this before a step is made, because a value that cannot be committed would end the run afterwards.
+
+        Raises:
+            ClientStateError: a value cannot be stored, or all of them are larger than a commit's state may be.
+        """
+        size = self._check_values_of_script(user)
+        if self._other_bytes + size > MAX_CLIENT_STATE_BYTES:
+            raise ClientStateError(
+                f"the state that goes with a commit would have {self._other_bytes + size} bytes, of which "
+                f"engine.client_state, the optimizer's groups and the schedule have {size}, and "
+                f"{MAX_CLIENT_STATE_BYTES} are allowed: keep large values in files of your own, or tensors in buffers "
+                "of the model"
+            )
+
+    def _check_values_of_script(self, user: Mapping[str, Any]) -> int:
+        """Return the size of the encoded values that the script may change. It can raise ClientStateError."""
+        schedule = None if self._lr_scheduler is None else self._lr_scheduler.state_dict()
+        return (
+            client_state.check(user, "engine.client_state")
+            + sum(
+                client_state.check(group, f"optimizer.param_groups[{number}]")
+                for number, group in enumerate(self._optimizer.settings())
+            )
+            + client_state.check(schedule, "lr_scheduler.state_dict()")
         )
 
     def _model_entries(self) -> dict[str, Any]:

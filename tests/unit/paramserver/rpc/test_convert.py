@@ -12,6 +12,7 @@ import pytest
 import trainer_client
 from paramserver import vocabulary
 from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.limits import MAX_CLIENT_STATE_BYTES
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.words import words_of
 from paramserver.errors import LateError, UnavailableError
@@ -247,9 +248,9 @@ def test_batches_and_client_states_are_bounded() -> None:
     assert len(convert.batch(range(convert.MAX_BATCH), "wants")) == convert.MAX_BATCH
     with pytest.raises(InvalidRequestError, match="wants has 16385 entries; at most 16384 are allowed"):
         convert.batch(range(convert.MAX_BATCH + 1), "wants")
-    assert len(convert.client_state(bytes(convert.MAX_CLIENT_STATE_BYTES))) == 2 << 20
+    assert len(convert.client_state(bytes(MAX_CLIENT_STATE_BYTES))) == 2 << 20
     with pytest.raises(InvalidRequestError, match="client_state has 2097153 bytes; at most 2097152"):
-        convert.client_state(bytes(convert.MAX_CLIENT_STATE_BYTES + 1))
+        convert.client_state(bytes(MAX_CLIENT_STATE_BYTES + 1))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import math
 import random
 from collections import Counter
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from trainer_client.errors import ClientStateError
 from trainer_client.run.client_state import (
+    check,
     decode,
     derived_random_states,
     encode,
@@ -52,11 +55,45 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...
     assert torch.equal(restored, tensor)
 
 
-@pytest.mark.parametrize(("value", "plain"), [(np.float32(0.1), float(np.float32(0.1))), (np.int64(7), 7)])
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.int64(7), 7),
+        (np.bool_(True), True),
+        (np.array(1e-3), 1e-3),
+        (np.array(7), 7),
+        (Fraction(1, 2), 0.5),
+    ],
+)
 def test_scalars_of_numpy_come_back_as_plain_numbers(value: Any, plain: float) -> None:
     restored = decode(encode({"optimizer": [{"lr": value}]}))["optimizer"][0]["lr"]
 
     assert (restored, type(restored)) == (plain, type(plain))
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ({1, 2}, "is a set: only numbers.* write sorted"),
+        (Path("a"), r"is a PosixPath: only numbers.* write str\(\.\.\.\)"),
+        (np.zeros(2), r"is a ndarray: only numbers.* write torch\.from_numpy"),
+        (np.longdouble(1) / 3, r"is a longdouble: only numbers.* write float"),
+        (Fraction(1, 3), r"is a Fraction: only numbers.* write float"),
+        (b"raw", r"is a bytes: only numbers.* write a tensor of torch\.uint8"),
+    ],
+)
+def test_what_no_value_of_json_equals_is_refused_with_what_to_write(value: Any, remedy: str) -> None:
+    with pytest.raises(ClientStateError, match=rf"^client state\.user\.it {remedy}"):
+        encode({"user": {"it": value}})
+
+
+def test_a_check_gives_the_size_that_the_value_has_in_a_state() -> None:
+    value = {"seen": [1, 2.5, (None, torch.arange(3))]}
+
+    assert check(value, "engine.client_state") == len(encode({"user": value})) - len(encode({"user": 0})) + 1
+    with pytest.raises(ClientStateError, match=r"^engine\.client_state\.seen\[1\] is a set"):
+        check({"seen": [0, {1}]}, "engine.client_state")
 
 
 def test_an_object_is_refused_by_its_place() -> None:
