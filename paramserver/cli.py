@@ -132,7 +132,7 @@ def serve(
     try:
         settings = read_config()
     except ConfigError as error:
-        typer.echo(f"paramserver: {error}", err=True)
+        _tell_why(f"{error}")
         raise typer.Exit(2) from None
     from storage.tune_interpreter import exempt_from_collection, tune_interpreter
 
@@ -150,11 +150,19 @@ def serve(
     try:
         uvloop.run(serve_until_stopped(settings, read_config, exit_with_stdin=exit_with_stdin))
     except ConfigError as error:
-        typer.echo(f"paramserver: bad configuration: {error}", err=True)
+        _tell_why(f"bad configuration: {error}")
         raise typer.Exit(2) from None
     except (StorageError, OSError) as error:
-        typer.echo(f"paramserver: {error}", err=True)
+        _tell_why(f"{error}")
         raise typer.Exit(1) from None
+
+
+def _tell_why(reason: str) -> None:
+    """Say on stderr why the daemon ends; on standard output where stderr is a file on a full disk."""
+    try:
+        typer.echo(f"paramserver: {reason}", err=True)
+    except OSError:
+        typer.echo(f"paramserver: {reason}")
 
 
 @app.command()

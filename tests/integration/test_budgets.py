@@ -4,9 +4,6 @@ that figure."""
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -16,7 +13,7 @@ from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import TierName
 from tests.integration.support.daemon import MIB, Daemon, tiers
-from tests.integration.support.mounts import unmount
+from tests.integration.support.mounts import fill, small_disk
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
@@ -108,34 +105,6 @@ def test_memory_that_the_machine_may_not_grant_is_a_wish_and_what_was_granted_is
             rank.train(1, 2)
             rank.assert_at(2)
         assert daemon.stop() == 0
-
-
-@contextmanager
-def small_disk(path: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of `size` bytes at `path`, and unmount it at the end. Skip the test where mounting is not
-    allowed."""
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "paramserver-test", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mounted.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        unmount(path)
-
-
-def fill(disk: Path) -> Path:
-    """Write to a new file until the disk is full, and return the file's path."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(1 << 14))
-    return filler
 
 
 def test_a_disk_that_cannot_hold_the_job_is_refused_when_it_is_opened(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import grpc
@@ -20,7 +21,8 @@ import pytest
 from paramserver.server import STOP_GRACE_SECONDS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.support.daemon import Daemon, admin_of, run_serve
+from tests.integration.support.daemon import MIB, Daemon, admin_of, run_serve
+from tests.integration.support.mounts import fill, small_disk
 from tests.integration.support.store_client import CALL_SECONDS, Clients, Rank, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
@@ -126,13 +128,36 @@ def test_of_two_trainers_that_start_a_daemon_at_once_the_later_one_is_refused(tm
     daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
     try:
         # The later trainer has found no lock before, because the daemons take some time to begin.
-        later = daemon._spawn()
-        with pytest.raises(LocalDaemonError, match=f"in use by the daemon with pid {daemon._process.pid}"):
-            daemon._wait_until_serving(later, 0)
+        with TemporaryFile() as output:
+            later = daemon._spawn(output)
+            with pytest.raises(LocalDaemonError, match=f"in use by the daemon with pid {daemon._process.pid}"):
+                daemon._wait_until_serving(later, 0, output)
         daemon._close_stdin(later)
         assert later.wait() == 1
     finally:
         daemon.stop()
+
+
+def test_a_daemon_whose_log_lies_on_a_full_disk_tells_its_job_why_it_ends(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", MIB) as disk:
+        state = disk / "state"
+        state.mkdir()
+        fill(disk)
+        with pytest.raises(LocalDaemonError, match=rf"cannot lock {state}/lock: No space left on device; free space"):
+            LocalDaemon(state, ["--state-dir", str(state), "--host-budget", "32MiB"], restarts=False)
+        assert (state / "daemon.log").read_bytes() == b""
+
+
+def test_a_daemon_that_is_killed_at_its_start_leaves_an_error_that_says_so(of_a_job: LocalDaemon) -> None:
+    """The kernel kills a daemon at its start where the memory limit of a container is below the host budget."""
+    with TemporaryFile() as output:
+        killed = of_a_job._spawn(output)
+        killed.kill()
+        log_bytes = of_a_job._log_size()
+        with pytest.raises(LocalDaemonError, match="stopped by SIGKILL") as caught:
+            of_a_job._wait_until_serving(killed, log_bytes, output)
+    of_a_job._close_stdin(killed)
+    assert "lower host_budget, or raise the memory limit" in str(caught.value)
 
 
 def test_a_state_directory_that_a_job_cannot_write_to_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -130,6 +131,21 @@ def _lock_holder(state_dir: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def _how(code: int) -> str:
+    """Return how a process has ended whose `returncode` is `code`, as "with exit code 1" or "by SIGKILL"."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _guess(code: int) -> str:
+    """Return what may have ended a daemon that has left no message."""
+    if code == -signal.SIGKILL:
+        return (
+            "it left no message. The kernel kills a process so when there is no memory left for it: lower host_budget, "
+            "or raise the memory limit of this container or job"
+        )
+    return "it left no message: `paramserver serve` with the same state directory and budgets shows more"
+
+
 class LocalDaemon:
     """A daemon process. The constructor starts it, and returns when the daemon serves.
 
@@ -242,20 +258,23 @@ class LocalDaemon:
         try:
             _wait_for_predecessor(self._state_dir, self.address)
             log_offset = self._log_size()
-            process = self._spawn()
+            # A daemon whose log lies on a full disk writes the reason of its failed start to its standard output. That
+            # is a file in memory, because a pipe needs a reader for as long as the daemon lives.
+            with os.fdopen(os.memfd_create("paramserver-output"), "w+b") as output:
+                process = self._spawn(output)
+                try:
+                    self._wait_until_serving(process, log_offset, output)
+                except BaseException:
+                    self._close_stdin(process)
+                    raise
         except OSError as error:
             raise LocalDaemonError(
                 f"no store daemon can be started in {self._state_dir} ({error.strerror}: {error.filename}): let this "
                 "user write there, or choose another directory"
             ) from error
-        try:
-            self._wait_until_serving(process, log_offset)
-        except BaseException:
-            self._close_stdin(process)
-            raise
         return process
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with os.fdopen(os.open(self._state_dir / LOG_NAME, flags, 0o600), "ab") as log_file:
             # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
@@ -264,7 +283,7 @@ class LocalDaemon:
                 self._command,
                 bufsize=0,
                 stdin=subprocess.PIPE,
-                stdout=log_file,
+                stdout=output,
                 stderr=log_file,
                 start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name not in _NOT_FOR_DAEMONS} | _WITHOUT_GPUS,
@@ -273,7 +292,7 @@ class LocalDaemon:
         _inputs.add(process.stdin)
         return process
 
-    def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:
+    def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int, output: IO[bytes]) -> None:
         deadline = time.monotonic() + _START_SECONDS
         with open_channel(self.address) as channel:
             # Another trainer may have started a daemon here at the same time. It has the directory and serves at this
@@ -281,8 +300,8 @@ class LocalDaemon:
             while not (is_serving(channel, timeout_seconds=1.0) and _lock_holder(self._state_dir) == str(process.pid)):
                 if process.poll() is not None:
                     raise LocalDaemonError(
-                        f"the store daemon stopped with exit code {process.returncode} "
-                        f"(log: {self._state_dir / LOG_NAME}):\n{self._log_tail(log_offset)}"
+                        f"the store daemon stopped {_how(process.returncode)} (log: {self._state_dir / LOG_NAME}):\n"
+                        f"{self._last_words(log_offset, output) or _guess(process.returncode)}"
                     )
                 if time.monotonic() > deadline:
                     raise LocalDaemonError(
@@ -312,8 +331,10 @@ class LocalDaemon:
         path = self._state_dir / LOG_NAME
         return path.stat().st_size if path.exists() else 0
 
-    def _log_tail(self, offset: int) -> str:
+    def _last_words(self, log_offset: int, output: IO[bytes]) -> str:
+        """Return the end of what a daemon wrote to its log from `log_offset` on, and to its standard output."""
         with (self._state_dir / LOG_NAME).open("rb") as log_file:
-            log_file.seek(offset)
-            lines = log_file.read().decode(errors="replace").splitlines()
+            log_file.seek(log_offset)
+            output.seek(0)
+            lines = (log_file.read() + output.read()).decode(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_TAIL_LINES:])

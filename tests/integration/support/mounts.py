@@ -4,10 +4,41 @@ from __future__ import annotations
 
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 BUSY_SECONDS = 30.0
+
+
+@contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Path]:
+    """Mount a file system of `size` bytes at `path`, and unmount it at the end. Skip the test where mounting is not
+    allowed."""
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "paramserver-test", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def fill(disk: Path) -> Path:
+    """Write to a new file until the disk is full, and return the file's path."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 14))
+    return filler
 
 
 def unmount(place: Path) -> None:
