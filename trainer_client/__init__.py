@@ -192,4 +192,4 @@ else:
             if error.name != package:
                 raise
             message = f"trainer_client.{name} needs {package}: pip install 'paramserver[{package}]'"
-            raise ImportError(message, name=package) from error
+            raise ImportError(message, name=package) from None

@@ -530,6 +530,6 @@ def _save(weights: Mapping[str, Any], path: Path) -> None:
         part.replace(path)
     except RuntimeError as error:
         # torch reports a full disk so.
-        raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(f"{path} cannot be written: {error}") from None
     finally:
         part.unlink(missing_ok=True)

@@ -1,19 +1,29 @@
 """The errors that the training library raises, one class for each kind of remedy.
 
-This module owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its
-value, and the remedy. Errors of the store keep its gRPC status code; `transport/channel.py` makes them from gRPC's
-errors.
+This module owns nothing. Every message names the thing (parameter, config key, path, budget), its value, and the
+remedy, and tells what led to the error. So the code that raises one writes `from None`, and a user's traceback ends in
+one error. What led to it stays its `__context__`, and goes to the log at level debug. Errors of the store keep its gRPC
+status code; `transport/channel.py` makes them from gRPC's errors.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import ClassVar, Self
 
 import grpc
 
+log = logging.getLogger(__name__)
+
 
 class TrainerClientError(Exception):
     """Base of all errors of this library."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if (cause := sys.exception()) is not None:
+            log.debug("what led to a %s", type(self).__name__, exc_info=cause)
 
 
 class ConfigError(TrainerClientError, ValueError, AssertionError):

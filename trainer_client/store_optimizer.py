@@ -388,7 +388,7 @@ def make_optimizer(
     try:
         original = OPTIMIZERS[section.type].torch_class(groups, **section.params.arguments())
     except ValueError as error:
-        raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from error
+        raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from None
     # A group that is added later takes what it lacks from the defaults.
     original.defaults |= section.params.group_settings()
     for group in original.param_groups:

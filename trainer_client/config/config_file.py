@@ -27,13 +27,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path} is not text in UTF-8: {error}") from error
+        raise ConfigError(f"config {path} is not text in UTF-8: {error}") from None
     try:
         raw = json.loads(_plain_json(text), object_pairs_hook=_without_duplicates)
     except ValueError as error:
-        raise ConfigError(f"config {path} is not JSON: {error}") from error
+        raise ConfigError(f"config {path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds a {type(raw).__name__}: write a JSON object")
     return raw

@@ -134,7 +134,7 @@ class _Manifest:
                 states={rank: _StoredBytes.from_json(stored) for rank, stored in values["client_states"]},
             )
         except (ValueError, KeyError, TypeError, ParseError) as error:
-            raise BackupError(f"{place} is no manifest of a backup: {error}") from error
+            raise BackupError(f"{place} is no manifest of a backup: {error}") from None
         manifest._check(place)
         return manifest
 
@@ -412,7 +412,7 @@ def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
         label = json.loads(files.read(_LABEL))
         found, version, owner = label["format"], label["version"], label["job"]
     except (ValueError, KeyError, TypeError) as error:
-        raise BackupError(f"{files.name} is no backup, or a damaged one: {_LABEL} cannot be read ({error})") from error
+        raise BackupError(f"{files.name} is no backup, or a damaged one: {_LABEL} cannot be read ({error})") from None
     if found != _FORMAT or version != _VERSION:
         raise BackupError(f"{files.name} is of format {found!r}, version {version}; this program reads {_VERSION}")
     if owner != job:

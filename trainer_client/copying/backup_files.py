@@ -88,7 +88,7 @@ class BackupFiles(ABC):
         except OSError as error:
             reason = error.strerror or str(error)
             where = f" ({error.filename})" if error.filename else ""
-            raise BackupError(f"{self.name} cannot be {what}: {reason}{where}") from error
+            raise BackupError(f"{self.name} cannot be {what}: {reason}{where}") from None
 
 
 class _LocalFiles(BackupFiles):
@@ -148,7 +148,7 @@ class _RemoteFiles(BackupFiles):
         try:
             self._fs, self._root = url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{url} is no URL that fsspec can use: {error}") from error
+            raise ConfigError(f"{url} is no URL that fsspec can use: {error}") from None
 
     def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self._path(name)

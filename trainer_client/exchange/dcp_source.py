@@ -143,7 +143,7 @@ def _read_metadata(path: Path) -> Metadata:
             raise TypeError("it does not say where the tensors are")
     except Exception as error:
         # A damaged pickle can raise an error of any class.
-        raise ImportCheckpointError(f"{path} is not loaded: {str(error) or type(error).__name__}") from error
+        raise ImportCheckpointError(f"{path} is not loaded: {str(error) or type(error).__name__}") from None
     return metadata
 
 
@@ -382,7 +382,7 @@ class _Files:
             if not 0 <= info.offset <= info.offset + info.length <= size:
                 raise ValueError(f"{info.length} bytes from {info.offset} on leave the file of {size}")
         except (OSError, ValueError, TypeError) as error:
-            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from error
+            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from None
         return path, info.offset, info.length
 
     def _load(self, index: MetadataIndex) -> Any:
@@ -392,7 +392,7 @@ class _Files:
                 file.seek(offset)
                 content = file.read(length)
         except (OSError, ValueError) as error:
-            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from error
+            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from None
         return torch_files.load_embedded(content, f"{path}: {index.fqn!r}")
 
 

@@ -339,7 +339,7 @@ class _Reader:
                 "dynamic": True,
             }
         except (KeyError, TypeError, ValueError) as error:
-            raise ImportCheckpointError(f"{self._files[0]}: the loss scale is not understood: {error!r}") from error
+            raise ImportCheckpointError(f"{self._files[0]}: the loss scale is not understood: {error!r}") from None
 
     def _count(self, key: str) -> int:
         value = self._model.get(key, 0)

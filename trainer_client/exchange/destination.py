@@ -113,7 +113,7 @@ class Destination(ABC):
         if error is not None:
             self._remove()
             if isinstance(error, OSError):
-                raise ExportError(f"{self.name} cannot be written: {_reason(error)}; nothing is left there") from error
+                raise ExportError(f"{self.name} cannot be written: {_reason(error)}; nothing is left there") from None
             return
         try:
             sums = "".join(f"{file.sha256}  {file.name}\n" for file in sorted(self.files, key=lambda file: file.name))
@@ -123,7 +123,7 @@ class Destination(ABC):
         except BaseException as failure:
             self._remove()
             if isinstance(failure, OSError):
-                raise ExportError(f"{self.name} cannot be written: {_reason(failure)}") from failure
+                raise ExportError(f"{self.name} cannot be written: {_reason(failure)}") from None
             raise
 
     @contextmanager
@@ -161,7 +161,7 @@ class _LocalDirectory(Destination):
             make_directory(self._path.parent)
             self._partial.mkdir()
         except OSError as error:
-            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from None
         except (KeyboardInterrupt, SystemExit):
             # A signal came before the context began, so `__exit__` will not be called.
             self._remove()
@@ -220,7 +220,7 @@ class _RemoteDirectory(Destination):
         try:
             self._fs, self._root = url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{url} is no URL that fsspec can write to: {error}") from error
+            raise ConfigError(f"{url} is no URL that fsspec can write to: {error}") from None
 
     def __enter__(self) -> Self:
         try:
@@ -237,7 +237,7 @@ class _RemoteDirectory(Destination):
                 self._fs.rm(self._root, recursive=True)
             self._fs.makedirs(self._root, exist_ok=True)
         except OSError as error:
-            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from None
         except (KeyboardInterrupt, SystemExit):
             # A signal came before the context began, so `__exit__` will not be called.
             self._remove()

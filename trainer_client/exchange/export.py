@@ -240,8 +240,8 @@ def begin_export(
         if committed is not None:
             try:
                 committed.result()
-            except CancelledError as error:
-                raise ExportError(f"step {step} of job {printable(job)!r} was abandoned before its commit") from error
+            except CancelledError:
+                raise ExportError(f"step {step} of job {printable(job)!r} was abandoned before its commit") from None
 
     def run() -> None:
         thread = threading.get_native_id()
@@ -326,7 +326,7 @@ def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
             else:
                 raise ConfigError(f"{path} is neither a file nor a directory, so it cannot be copied into the export")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be copied into the export: {error.strerror}") from error
+            raise ConfigError(f"{path} cannot be copied into the export: {error.strerror}") from None
     for file in files:
         if not _fits_a_line(file.name):
             raise ConfigError(

@@ -163,7 +163,7 @@ def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) ->
     except TrainerClientError:
         raise
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, OSError) as error:
-        raise ImportCheckpointError(f"{path} has a record that is not as its format has it: {error!r}") from error
+        raise ImportCheckpointError(f"{path} has a record that is not as its format has it: {error!r}") from None
 
 
 def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:

@@ -43,7 +43,7 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             is_there = path.exists()
         except OSError as error:
-            raise ConfigError(f"{text} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{text} cannot be read: {error.strerror}") from None
         if not is_there:
             raise ConfigError(f"{text} does not exist")
         yield path
@@ -51,7 +51,7 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         files, root = url_to_fs(text)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"{text} is no URL that fsspec can read: {error}") from error
+        raise ConfigError(f"{text} is no URL that fsspec can read: {error}") from None
     with tempfile.TemporaryDirectory(prefix="paramserver-import-") as directory:
         target = Path(directory) / "checkpoint"
         try:
@@ -69,7 +69,7 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
                 target = Path(directory) / name_within(root.rpartition("/")[2], text)
             files.get(root, str(target), recursive=True)
         except OSError as error:
-            raise ImportCheckpointError(f"{text} cannot be read: {error}") from error
+            raise ImportCheckpointError(f"{text} cannot be read: {error}") from None
         yield target
 
 

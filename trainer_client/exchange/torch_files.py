@@ -53,7 +53,7 @@ def load(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None = None) 
         raise
     except Exception as error:
         # A damaged pickle can raise an error of any class.
-        raise _damaged(path, error) from error
+        raise _damaged(path, error) from None
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def verify(path: Path) -> None:
                     while record.read(_READ_AT_ONCE):
                         pass
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged(path, error) from None
 
 
 def load_embedded(content: bytes, where: str) -> Any:
@@ -122,7 +122,7 @@ def load_embedded(content: bytes, where: str) -> Any:
         raise
     except Exception as error:
         # A damaged pickle can raise an error of any class.
-        raise _damaged(where, error) from error
+        raise _damaged(where, error) from None
 
 
 def _check_archive(path: Path) -> None:
@@ -144,7 +144,7 @@ def _check_entries(file: IO[bytes], size: int, where: object) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise _damaged(where, error) from error
+        raise _damaged(where, error) from None
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ImportCheckpointError(

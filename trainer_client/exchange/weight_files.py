@@ -45,7 +45,7 @@ class _FileValues:
             for first in range(0, target.numel(), step):
                 self.stored.read_into(target[first : first + step], offset + first, target.dtype)
         except ConfigError as error:
-            raise ImportCheckpointError(str(error)) from error
+            raise ImportCheckpointError(str(error)) from None
 
 
 def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
@@ -56,7 +56,7 @@ def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
     try:
         weights = Weights(path)
     except ConfigError as error:
-        raise ImportCheckpointError(str(error)) from error
+        raise ImportCheckpointError(str(error)) from None
     if verify:
         verify_checksums(sorted({tensor.path for tensor in weights.tensors.values()}))
     return _weights(
@@ -105,7 +105,7 @@ def _state_dict_files(path: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ImportCheckpointError(f"{index} is not an index of files: {error!r}") from error
+        raise ImportCheckpointError(f"{index} is not an index of files: {error!r}") from None
     return [path / name_within(name, index) for name in sorted(names, key=str)]
 
 

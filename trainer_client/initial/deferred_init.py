@@ -243,7 +243,7 @@ class RecipeRecorder:
                 raise DeferredInitError(
                     f"{func} writes to elements that values of a tensor select, which zero.Init cannot defer: replace "
                     "it by an operation on whole tensors (torch.where), or do it after initialize()"
-                ) from error
+                ) from None
             return self.evaluate(func, args, kwargs)
         self._record(func, refs, result, written, arguments)
         return result

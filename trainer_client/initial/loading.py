@@ -91,7 +91,7 @@ class FileTensor:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise ConfigError(f"weights {self.path} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"weights {self.path} cannot be read: {error.strerror}") from None
 
     def _read_piece(self, descriptor: int, piece: torch.Tensor, offset: int) -> None:
         waiting = piece.view(torch.uint8).numpy().data
@@ -182,7 +182,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     try:
         return _listed_files(path)
     except OSError as error:
-        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from None
 
 
 def _listed_files(path: Path) -> dict[Path, list[str] | None]:
@@ -204,7 +204,7 @@ def _listed_files(path: Path) -> dict[Path, list[str] | None]:
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"weights {index} is not an index of safetensors files: {error!r}") from error
+        raise ConfigError(f"weights {index} is not an index of safetensors files: {error!r}") from None
     return files
 
 
@@ -217,9 +217,9 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
             header = json.loads(file.read(size))
             end = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"weights {path} is not a safetensors file: {error}") from error
+        raise ConfigError(f"weights {path} is not a safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise ConfigError(f"weights {path} is not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
@@ -246,8 +246,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int)
             raise ValueError("a negative size")
         if not (isinstance(first, int) and isinstance(last, int)):
             raise ValueError("offsets that are no integers")
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from None
     # The product of torch's own integers may overflow, and could then fit.
     if not 0 <= first <= last <= end - data or last - first != math.prod(shape) * dtype.itemsize:
         raise ConfigError(f"weights {path}: tensor {name!r} has offsets {first}:{last} that do not fit it or the file")

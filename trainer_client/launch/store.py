@@ -57,7 +57,7 @@ class OwnDaemon:
         try:
             state_dir = check_place(Path(directory)).absolute()
         except ValueError as error:
-            raise ConfigError(f"state directory {directory!r}: {error}") from error
+            raise ConfigError(f"state directory {directory!r}: {error}") from None
         socket = keys.get("socket")
         path = state_dir / SOCKET_NAME if socket is None else Path(str(socket)).absolute()
         # A variable of the environment may name another socket, and a flag wins over it.
@@ -119,6 +119,6 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"--daemon-config {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--daemon-config {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--daemon-config {path} is not TOML: {error}") from error
+        raise ConfigError(f"--daemon-config {path} is not TOML: {error}") from None

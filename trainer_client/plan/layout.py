@@ -131,7 +131,7 @@ class Layout:
         try:
             return find_need(self.request, self.declared, host_budget, boundaries)
         except RefusedJobError as error:
-            raise ConfigError(f"a store would refuse the job: {error}") from error
+            raise ConfigError(f"a store would refuse the job: {error}") from None
 
 
 def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:

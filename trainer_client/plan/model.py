@@ -95,7 +95,7 @@ def _from_hugging_face(path: Path) -> Callable[[], nn.Module]:
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file} is no config that transformers {transformers.__version__} knows: {error}") from error
+        raise ConfigError(f"{file} is no config that transformers {transformers.__version__} knows: {error}") from None
     config.use_cache = False
     names = getattr(config, "architectures", None) or ()
     architecture = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)

@@ -115,7 +115,7 @@ def probe_overhead(
     except OSError as error:
         raise ConfigError(
             f"--dir {directory} cannot be probed ({error.strerror}): choose another one, or give --no-probe"
-        ) from error
+        ) from None
     return max(measured, key=lambda one: one.per_step + one.per_unit * _MANY)
 
 

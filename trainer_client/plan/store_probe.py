@@ -216,7 +216,7 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
         raise ConfigError(
             f"--dir {directory} cannot be probed ({error.strerror}): choose another one, or give --nvme-read and "
             "--nvme-write"
-        ) from error
+        ) from None
     read, write, mixed = (file_bytes / statistics.median(taken) for taken in zip(*turns, strict=True))
     return read, write, mixed
 

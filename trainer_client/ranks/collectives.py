@@ -272,7 +272,7 @@ class Collectives:
             raise kind(
                 f"{what} {reason}: {self._watch.places()}. All ranks must make the same calls in the same order; "
                 "restart the job, it resumes from the last commit"
-            ) from error
+            ) from None
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective of gloo, which has a time-out of its own. For use in `within`.
@@ -303,7 +303,7 @@ class Collectives:
             self._wait_until(event.query)
         except RuntimeError as error:
             with self.within("a collective of the device", begun):
-                raise RuntimeError(str(error)) from error
+                raise RuntimeError(str(error)) from None
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait for a device, of which torch raises nothing if other ranks do not take part.

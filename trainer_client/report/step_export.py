@@ -67,7 +67,7 @@ class StepExport:
         try:
             self._sender = SpanSender(section.endpoint, attributes)
         except OtlpError as error:
-            raise ConfigError(f"paramserver.telemetry.endpoint = {section.endpoint!r}: {error}") from error
+            raise ConfigError(f"paramserver.telemetry.endpoint = {section.endpoint!r}: {error}") from None
         self._every_steps = section.every_steps
         self._recorder = recorder
         assert store.trace_parent is not None

@@ -126,7 +126,7 @@ class Manifest:
             )
             manifest._check_types()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no manifest of a checkpoint: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path} is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
         return manifest
 
     def _check_types(self) -> None:
@@ -155,7 +155,7 @@ def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         return client_state.encode_freely(state)
     except ClientStateError as error:
-        raise CheckpointError(f"save_checkpoint(client_state=...): {error}") from error
+        raise CheckpointError(f"save_checkpoint(client_state=...): {error}") from None
 
 
 def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
     try:
         return client_state.decode_freely(encoded)
     except ClientStateError as error:
-        raise CheckpointError(f"{path}: its client state cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: its client state cannot be read: {error}") from None
 
 
 def decode_run_state(encoded: str, path: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _decoded(decode: Callable[[bytes], dict[str, Any]], what: str, encoded: str,
     try:
         return decode(encoded.encode())
     except (ClientStateError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path}: its {what} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: its {what} cannot be read: {error}") from None
 
 
 def check_tag(tag: str) -> str:
@@ -215,7 +215,7 @@ def read_latest(directory: Path, name: str = LATEST) -> str | None:
     try:
         return check_tag(content.decode().strip())
     except ValueError as error:
-        raise CheckpointError(f"{directory / name} names no tag: {error}") from error
+        raise CheckpointError(f"{directory / name} names no tag: {error}") from None
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -321,7 +321,7 @@ class Checkpoints:
             names = [p.fqn for p in self._user.parameters]
             state["optimizer"] = groups_of(state, names) if found.keeps_groups else None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: its state of the run does not fit its step: {error!r}") from error
+            raise CheckpointError(f"{path}: its state of the run does not fit its step: {error!r}") from None
         if with_states and state["optimizer"] is not None:
             self._user.optimizer.check_settings(state["optimizer"])
         own = dict(self._user.module.named_buffers(remove_duplicate=False))

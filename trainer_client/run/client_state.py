@@ -61,7 +61,7 @@ def decode(encoded: bytes) -> dict[str, Any]:
             state: dict[str, Any] = _unpack(document["state"])
             return state
     except (ValueError, KeyError, TypeError) as error:
-        raise ClientStateError(f"the stored client state cannot be read: {error}") from error
+        raise ClientStateError(f"the stored client state cannot be read: {error}") from None
     raise ClientStateError(f"the stored client state has format {document['format']}, this version reads {FORMAT}")
 
 
@@ -83,7 +83,7 @@ def encode_freely(state: Mapping[str, Any]) -> dict[str, str]:
     except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
         raise ClientStateError(
             f"{refused}. Other types must load with torch.load(weights_only=True), and do not: {error}"
-        ) from error
+        ) from None
     return {"torch": base64.b64encode(buffer.getvalue()).decode()}
 
 
@@ -101,7 +101,7 @@ def decode_freely(encoded: Mapping[str, str]) -> dict[str, Any]:
         loaded = torch.load(content, map_location="cpu", weights_only=True)
         return dict(loaded)
     except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
-        raise ClientStateError(f"the stored state cannot be read: {error}") from error
+        raise ClientStateError(f"the stored state cannot be read: {error}") from None
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _pack(value: Any, path: str, name: str = "client state") -> Any:
             reason = str(error).partition("\n")[0]
             raise ClientStateError(
                 f"{name}{path} is a tensor that cannot be committed ({reason}): give a dense tensor with values"
-            ) from error
+            ) from None
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item, f"{path}[{index}]", name) for index, item in enumerate(value)]}

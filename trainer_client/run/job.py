@@ -317,7 +317,7 @@ class Job:
             ways_on = self._place.ways_on(on_every_node=self.sharers < self._collectives.world_size)
             if isinstance(error, OtherModelError):
                 ways_on += '.\n(paramserver.resume = "never" deletes nothing: it refuses every job that has steps)'
-            raise type(error)(error.code, f"{error.message}.\n{ways_on}") from error
+            raise type(error)(error.code, f"{error.message}.\n{ways_on}") from None
 
     def _begin(self, initial_values: InitialValues) -> None:
         """Stage the initial values of a new job, and free the model's own memory. All ranks must call this.

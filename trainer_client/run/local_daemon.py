@@ -176,7 +176,7 @@ class LocalDaemon:
             raise LocalDaemonError(
                 f"state directory {self._state_dir} cannot be made ({error.strerror}): "
                 "correct paramserver.state_dir or zero_optimization.*.nvme_path, or the daemon's state_dir"
-            ) from error
+            ) from None
         self._command = serve_command(options)
         self._stopping = False
         # The lock of `_process` and `_stopping`; held while the child is replaced.
@@ -271,7 +271,7 @@ class LocalDaemon:
             raise LocalDaemonError(
                 f"no store daemon can be started in {self._state_dir} ({error.strerror}: {error.filename}): let this "
                 "user write there, or choose another directory"
-            ) from error
+            ) from None
         return process
 
     def _spawn(self, output: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -37,7 +37,7 @@ def decode_stored(encoded: bytes) -> dict[str, Any]:
         if "global_samples" not in counters:
             counters["global_samples"] = counters["global_steps"] * counters["train_batch_size"]
     except (KeyError, TypeError) as error:
-        raise ClientStateError(f"the stored client state has no counters of a run: {error!r}") from error
+        raise ClientStateError(f"the stored client state has no counters of a run: {error!r}") from None
     return dict.fromkeys(_ENTRIES) | state
 
 

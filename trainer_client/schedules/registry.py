@@ -54,7 +54,7 @@ def make_schedule(section: ScheduleSection, optimizer: Optimizer) -> LRScheduler
     try:
         return SCHEDULES[section.type].schedule_class(optimizer, **arguments)
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"scheduler.params is refused by {section.type}: {error}") from error
+        raise ConfigError(f"scheduler.params is refused by {section.type}: {error}") from None
 
 
 def why_schedule_refused(name: str) -> str:

@@ -416,7 +416,7 @@ class Activations:
                 return self._recall(boundary).wait()
         except StoreUnavailableError as error:
             if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
-                raise self._store.activations.lost() from error
+                raise self._store.activations.lost() from None
             raise
         finally:
             ended = time.monotonic()
@@ -534,5 +534,5 @@ def _has_left(reference: weakref.ref[Boundary]) -> bool:
 def _forget_frames(error: BaseException) -> None:
     """Drop the frames in which a call has failed: gRPC keeps its error, and its frames would keep boundaries."""
     error.__traceback__ = None
-    if error.__cause__ is not None:
-        error.__cause__.__traceback__ = None
+    if error.__context__ is not None:
+        error.__context__.__traceback__ = None

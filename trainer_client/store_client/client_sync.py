@@ -247,7 +247,7 @@ class StoreClientSync:
                 call.extend()
                 failure = translate(error)
                 if not isinstance(failure, StoreUnavailableError) and session.is_known(call):
-                    raise failure from error
+                    raise failure from None
             finally:
                 responses.cancel()
             call.pause(_PAUSE_SECONDS)

@@ -313,7 +313,7 @@ class StoreSession:
         try:
             yield from responses
         except grpc.RpcError as error:
-            raise translate(error) from error
+            raise translate(error) from None
         finally:
             responses.cancel()
 
@@ -331,9 +331,9 @@ class StoreSession:
         self._check_open()
         try:
             return method(request, **options)
-        except ValueError as error:
+        except ValueError:
             # grpc raises ValueError if the channel is closed.
-            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from None
 
     def call(self, method: str, request: Any, call: Call) -> Any:
         """Make a unary call and return its response. It can raise StoreError."""
@@ -407,10 +407,10 @@ class Connection:
         try:
             return getattr(StoreAdminStub(self._channel), method)(request, timeout=call.left_seconds)
         except grpc.RpcError as error:
-            raise translate(error) from error
-        except ValueError as error:
+            raise translate(error) from None
+        except ValueError:
             # grpc raises ValueError if the channel is closed.
-            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from None
 
     def session(self, call: Call) -> StoreSession:
         """Return the session; open it again if it has ended.
@@ -486,9 +486,9 @@ def result_of(future: Any) -> Any:
     try:
         return future.result()
     except grpc.RpcError as error:
-        raise translate(error) from error
-    except grpc.FutureCancelledError as error:
-        raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
+        raise translate(error) from None
+    except grpc.FutureCancelledError:
+        raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the call was cancelled") from None
 
 
 def release(session: StoreSession, lease_ids: list[int]) -> None:

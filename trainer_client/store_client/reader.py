@@ -370,7 +370,7 @@ class StoreReaderSync:
                     error.code,
                     f"the store daemon was restarted, and step {self._step} of job {self.job!r} is gone "
                     f"({error.message}); open another reader",
-                ) from error
+                ) from None
             self._step = opened.step
             self._ranks = tuple(opened.ranks)
             self._part_bytes = self._part_bytes or _part_bytes(session)

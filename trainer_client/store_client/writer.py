@@ -176,9 +176,9 @@ class StoreWriterSync:
                 if self._committed != step:
                     raise StepAbortedError(
                         grpc.StatusCode.ABORTED,
-                        f"the connection to the store was lost while step {step} of job {self.name!r} was committed, "
-                        "and it is not there: put its tensors again",
-                    ) from error
+                        f"the connection to the store was lost ({error.message}) while step {step} of job "
+                        f"{self.name!r} was committed, and it is not there: put its tensors again",
+                    ) from None
             except BaseException as error:
                 self._failure = (
                     error

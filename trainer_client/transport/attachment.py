@@ -154,7 +154,7 @@ class Attachment:
             # If the session has ended, its error is raised instead, because the end of the session made the call fail.
             self.session.check()
             self.check_leases()
-            raise translate(error) from error
+            raise translate(error) from None
         except ValueError:
             # grpc raises ValueError if the channel is closed, which happens when the session ends.
             self.session.check()

@@ -224,7 +224,7 @@ class Attachments:
                 elif not self.changed.wait(max(0.0, deadline - time.monotonic())):
                     break
             if self.current is former:
-                raise self._why_gone() or error from error
+                raise self._why_gone() or error from None
 
     def _derive(self, attachment: Attachment) -> None:
         """Hand over what only the training thread can make; a failure ends the attempt with this daemon."""
@@ -467,9 +467,9 @@ class Attachments:
             opened = attachment.call(attachment.stub.OpenJob, request)
         except StoreError as error:
             if error.code is grpc.StatusCode.NOT_FOUND:
-                raise self._cannot(f"it does not have the job of this run ({error.message})") from error
+                raise self._cannot(f"it does not have the job of this run ({error.message})") from None
             if error.code is grpc.StatusCode.FAILED_PRECONDITION:
-                raise self._cannot(error.message) from error
+                raise self._cannot(error.message) from None
             raise
         name = opened.layouts[-1].layout if opened.layouts else None
         if name not in membership.layouts:

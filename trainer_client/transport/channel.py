@@ -97,7 +97,7 @@ def check_address(address: str) -> str:
         try:
             socket_path(address)
         except ValueError as error:
-            raise ConfigError(f"store address {address!r}: {error}") from error
+            raise ConfigError(f"store address {address!r}: {error}") from None
         return address
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -270,9 +270,9 @@ class Pending(Generic[T]):
         try:
             response = self._future.result()
         except grpc.RpcError as error:
-            raise translate(error) from error
-        except grpc.FutureCancelledError as error:
-            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
+            raise translate(error) from None
+        except grpc.FutureCancelledError:
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from None
         result = self._finish(response)
         self.waited_seconds = max(0.0, time.monotonic() - began - (time.thread_time() - computed))
         self._waited(response, began, began + self.waited_seconds)

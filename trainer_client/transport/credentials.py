@@ -108,7 +108,7 @@ class Credentials:
         except OSError as error:
             raise StoreUnavailableError(
                 grpc.StatusCode.UNAVAILABLE, f"the directory of {address} cannot be used: {error.strerror}"
-            ) from error
+            ) from None
 
 
 NO_CREDENTIALS = Credentials()
@@ -118,4 +118,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -68,8 +68,8 @@ class LaterCommit(Pending[None]):
         """Wait until this rank has voted, and return the future of the commit. It can raise StoreError."""
         try:
             return self._voted.result()
-        except CancelledError as error:
-            raise _closed() from error
+        except CancelledError:
+            raise _closed() from None
 
     def wait(self) -> None:
         """Wait until the store has committed the step. It can raise StoreError."""

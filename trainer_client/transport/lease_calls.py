@@ -74,4 +74,4 @@ def _park(at: Attachment, leased: LeasedBytes, *, is_sent: bool) -> None:
     except grpc.RpcError as error:
         # The lease may have been consumed or released before this call was made.
         if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise translate(error) from error
+            raise translate(error) from None

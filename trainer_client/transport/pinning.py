@@ -211,7 +211,7 @@ class _Cuda:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise PinError(f"the CUDA driver cannot be loaded ({error})") from error
+            raise PinError(f"the CUDA driver cannot be loaded ({error})") from None
         device = ctypes.c_int()
         # The context is the one that torch uses. It is held until the process ends.
         self._context = ctypes.c_void_p()
@@ -282,7 +282,7 @@ def driver_of(device: torch.device, setting: str | bool) -> Driver | None:
         return make(device)
     except PinError as error:
         if setting is True:
-            raise ConfigError(f"paramserver.pin_arena is true, and {error}: write 'auto' or false") from error
+            raise ConfigError(f"paramserver.pin_arena is true, and {error}: write 'auto' or false") from None
         if device.type != "cpu":
             log.warning("the store's shared memory is not registered with the device, so copies are slow: %s", error)
         return None

@@ -272,7 +272,7 @@ class Session:
                 epoch = epoch_of(self._stream.call.trailing_metadata())
                 if epoch is None or epoch == self._welcome.epoch:
                     raise
-                raise _restarted() from error
+                raise _restarted() from None
             else:
                 log.warning("the session is resumed")
                 return
@@ -308,7 +308,7 @@ class _Stream:
         try:
             response: pb.SessionResponse | None = next(self.call, None)
         except grpc.RpcError as failure:
-            raise _translate_end(failure) from failure
+            raise _translate_end(failure) from None
         finally:
             alarm.cancel()
         if response is None:

@@ -97,7 +97,7 @@ class Streams:
                 if transfer.is_complete:
                     return
                 if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
-                    raise translate(error) from error
+                    raise translate(error) from None
             except ValueError:
                 # grpc raises ValueError if the channel is closed, which happens when the session ends.
                 self._check_session()

@@ -1,14 +1,22 @@
-"""Errors of ranks that run in pools of processes reach the process that started them."""
+"""Errors reach the process that started a rank, and their tracebacks end in one error."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import logging
 import pickle
+import traceback
+from pathlib import Path
 
 import grpc
 import pytest
 
 from trainer_client import errors
+
+PACKAGE = Path(errors.__file__).parent
+# These run the user's own code or model, so the lines of that code stay in the traceback.
+OF_USERS = ("plan/model.py", "plan/model_inputs.py", "plan/probe.py", "plan/rehearsal.py")
 
 CLASSES = [
     each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.TrainerClientError)
@@ -29,3 +37,28 @@ def test_an_error_survives_pickle(kind: type[Exception]) -> None:
     copy = pickle.loads(pickle.dumps(error))
 
     assert type(copy) is kind and str(copy) == str(error) and vars(copy) == vars(error)
+
+
+def test_an_error_is_raised_without_what_led_to_it_but_for_what_a_users_code_raised() -> None:
+    chained = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Raise) and isinstance(node.cause, ast.Name)
+    }
+    assert chained, "none is found, so this test looks at nothing"
+    assert [place for place in chained if place.partition(":")[0] not in OF_USERS] == []
+
+
+def test_what_led_to_an_error_is_in_the_log_at_level_debug(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        try:
+            {}["key"]
+        except KeyError as error:
+            raise errors.ConfigError(f"there is no {error}") from None
+
+    with caplog.at_level(logging.DEBUG, errors.__name__), pytest.raises(errors.ConfigError) as caught:
+        fail()
+    assert "KeyError" not in "".join(traceback.format_exception(caught.value))
+    assert "KeyError: 'key'" in caplog.text
+    assert isinstance(caught.value.__context__, KeyError)
