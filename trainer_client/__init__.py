@@ -12,7 +12,7 @@ from trainer_client.own_packages import check_own_packages
 
 check_own_packages()
 
-from trainer_client import checkpoint, comm, moe, ops, pipe, runtime, schedules, sequence, utils, zero
+from trainer_client import checkpoint, comm, compression, moe, ops, pipe, runtime, schedules, sequence, utils, zero
 from trainer_client.accelerator import get_accelerator, set_accelerator
 from trainer_client.access import StateShard
 from trainer_client.arguments import add_config_arguments
@@ -70,6 +70,7 @@ from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.runtime.activation_checkpointing import checkpointing
 from trainer_client.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from trainer_client.runtime.engine import DeepSpeedEngine
+from trainer_client.runtime.tensor_parallel import tp_model_init
 from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.reader import StoreReaderSync
@@ -147,6 +148,7 @@ __all__ = [
     "checkpointing",
     "chunked_cross_entropy",
     "comm",
+    "compression",
     "disk_offload",
     "get_accelerator",
     "init_distributed",
@@ -162,6 +164,7 @@ __all__ = [
     "schedules",
     "sequence",
     "set_accelerator",
+    "tp_model_init",
     "utils",
     "zero",
 ]

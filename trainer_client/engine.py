@@ -29,6 +29,7 @@ from trainer_client.errors import (
     TrainerClientError,
 )
 from trainer_client.model.owners import disown, own
+from trainer_client.model.parameter_offload import ParameterOffload
 from trainer_client.model.refusals import refuse_conversion
 from trainer_client.model.states import placement_bytes
 from trainer_client.report.step_report import StepReport
@@ -67,6 +68,7 @@ class Engine(EngineMemory):
         resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), for example a data cursor. They are committed with
             each step, and restored on a resume. Set them before the `step()` that they belong to.
+        tput_timer: DeepSpeed's counters of epochs and of samples a second.
     """
 
     def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
@@ -78,6 +80,8 @@ class Engine(EngineMemory):
         super().__init__(user, rank, parts, resources)
         own(user.parameters, self)
         user.optimizer.drive(self)
+        if self.zero_optimization_partition_weights():
+            user.optimizer.parameter_offload = ParameterOffload(user.module)
         atexit.register(self.close_without_commit)
         if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
@@ -208,6 +212,7 @@ class Engine(EngineMemory):
             self._run_state.require_committable(self.client_state)
         self._was_step_applied = False
         self._micro_batches.end()
+        self.tput_timer.end_micro_batch()
         if not boundary:
             return
         voted = self._commits.newest
@@ -238,6 +243,7 @@ class Engine(EngineMemory):
         made = self._was_step_applied = self._step.make(self._commits.next)
         self.global_steps += 1
         self.global_samples += self._micro_batches.samples
+        self.tput_timer.end_step(self._micro_batches.samples)
         self._micro_batches.end_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)

@@ -20,6 +20,7 @@ from trainer_client.model.refusals import ModelRefusals
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.tiling import Tiling
 from trainer_client.report.reporter import Reporter
+from trainer_client.report.throughput import ThroughputTimer
 from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
@@ -82,6 +83,7 @@ class EngineCore(EngineGetters):
         self.global_samples = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
+        self.tput_timer = ThroughputTimer()
         self.local_rank = rank.local_rank
         self.device = rank.collectives.device
         self._settings = rank.settings

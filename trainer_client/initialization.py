@@ -44,6 +44,7 @@ from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.owners import is_owned, owner_of
 from trainer_client.model.parameters import ModelParameter, list_parameters
+from trainer_client.model.registered import external_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
@@ -63,7 +64,6 @@ from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, ma
 from trainer_client.transport.attachments import Survival
 from trainer_client.transport.pinning import driver_of
 from trainer_client.transport.rank_store import RankStore
-from trainer_client.zero import external_parameters
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from trainer_client.errors import ConfigError
 from trainer_client.index_ranges import from_ranges, to_ranges
+from trainer_client.model.parameter_offload import ParameterOffload
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import check_settings
 from trainer_client.optimizers.registry import OPTIMIZERS, find_record
@@ -75,10 +76,15 @@ class StoreOptimizer(torch.optim.Optimizer):
         parameters: all parameters of the model.
         may_thaw: patterns (of `fnmatch`) for the FQNs of parameters that are frozen now and may be trained later.
 
+    Attributes:
+        parameter_offload: what DeepSpeed has under this name. The attribute is there at stage 3 only.
+
     Raises:
         ConfigError: the store does not run the class, its kernels do not have a flag, a group has parameters that are
             not the model's, or a pattern names no parameter.
     """
+
+    parameter_offload: ParameterOffload
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
 from trainer_client.initial.early_values import early_values
 from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status
 from trainer_client.model.owners import owner_of
+from trainer_client.model.registered import external_parameters, registered_for
 from trainer_client.not_built import NotBuilt
 
 __all__ = [
@@ -43,8 +44,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# The attribute of a module with the parameters of other modules that it uses, as the user registered them.
-_EXTERNAL = "_paramserver_external"
 # The attribute of a parameter that was built under `Init` with `enable_sanity_checks` in the config.
 _CHECKED = "_paramserver_checked"
 
@@ -79,7 +78,8 @@ class Init:
     ranks. All ranks have to build the model alike. If the model's dtype is changed, that has to happen within the
     context. A constructor that needs a tensor's values gets them, because its recipe is then replayed at once.
 
-    As with DeepSpeed, the ranks that a launcher has started join their process group here, if they have not before.
+    As with DeepSpeed, the ranks that a launcher has started join their process group here, if they have not before, and
+    a process alone makes one, because transformers asks for its rank while it loads a model. It stays until the end.
 
     A context within another one only sets the dtype. A model that is passed to `initialize` within a context is
     finished there.
@@ -146,9 +146,8 @@ class Init:
             raise ConfigError(f"zero.Init(seed={seed}): write a number in [0, 2**63)")
         source = config if config is not None else config_dict_or_path
         zero = None if source is None else load_config(source, os.environ).zero_optimization
-        if enabled and "RANK" in os.environ:
-            if not comm.is_initialized():
-                comm.init_distributed()
+        if enabled:
+            comm.init_distributed()
             comm.require_launched_group()
         self._checks = zero is not None and zero.enable_sanity_checks
         self._enabled = enabled
@@ -288,8 +287,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     _require_parameter("register_external_parameter", parameter)
     if isinstance(engine := owner_of(parameter), Engine):
         engine.register_external_parameter(module, parameter)
-    elif not any(known is parameter for known in _external(module)):
-        _external(module).append(parameter)
+    elif not any(known is parameter for known in registered_for(module)):
+        registered_for(module).append(parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -302,13 +301,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if isinstance(owner_of(parameter), Engine):
         log.info("unregister_external_parameter() after initialize() has no effect: it goes on being gathered early")
         return
-    kept = [known for known in _external(module) if known is not parameter]
-    if len(kept) == len(_external(module)):
+    kept = [known for known in registered_for(module) if known is not parameter]
+    if len(kept) == len(registered_for(module)):
         raise ConfigError(
             f"unregister_external_parameter(): a parameter of shape {list(parameter.shape)} was not registered for "
             f"this {type(module).__name__}"
         )
-    _external(module)[:] = kept
+    registered_for(module)[:] = kept
 
 
 @contextmanager
@@ -322,19 +321,6 @@ def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
     """
     with model.gathered(model.module):
         yield model
-
-
-def external_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield each module of a model with each parameter that was registered for it before `initialize`."""
-    for module in model.modules():
-        for parameter in getattr(module, _EXTERNAL, ()):
-            yield module, parameter
-
-
-def _external(module: nn.Module) -> list[nn.Parameter]:
-    """Return the list of parameters that are registered for a module, to read and to change."""
-    known: list[nn.Parameter] = vars(module).setdefault(_EXTERNAL, [])
-    return known
 
 
 def _require_parameter(function: str, parameter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.integration.support.ranks import run_ranks
 from trainer_client import utils, zero
 from trainer_client.initial.deferred_init import recipe_of, replay
 from trainer_client.ops.adam import DeepSpeedCPUAdam
+from trainer_client.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from trainer_client.runtime.zero.partition_parameters import ZeroParamStatus
 
 
@@ -83,6 +85,33 @@ def test_values_that_were_changed_before_initialize_are_the_initial_ones(model_s
         assert is_released(model.blocks[1].weight)
 
 
+def test_programs_take_the_part_that_gathers_apart_before_they_generate(model_store: str, job: str) -> None:
+    """TRL does this, step by step, around each generation at stage 3."""
+    model = Model()
+    inputs = torch.ones(2, 4)
+    with start(model, model_store, job) as engine:
+        with torch.no_grad():
+            expected = engine(inputs)
+        with zero.GatheredParameters(list(model.parameters())):
+            offload = engine.optimizer.parameter_offload
+            assert isinstance(offload, DeepSpeedZeRoOffload)
+            named = itertools.chain(offload.module.named_parameters(), offload.module.ds_external_parameters())
+            for _, parameter in named:
+                parameter.ds_active_sub_modules.clear()
+            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            with torch.no_grad():
+                assert torch.equal(engine.module(inputs), expected)
+            offload._register_deepspeed_module(offload.module)
+        assert is_released(model.first.weight)
+        assert list(model.blocks[0].ds_external_parameters()) == []
+        engine.backward(engine(inputs))
+        engine.step()
+        engine.tput_timer.update_epoch_count()
+        assert (engine.tput_timer.epoch_count, engine.tput_timer.global_step_count) == (1, 1)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 def test_ranks_whose_group_takes_no_tensors_of_the_host_agree_on_values_before_initialize(backend: str) -> None:
     """A script for GPUs may make its group with NCCL alone."""
@@ -127,7 +156,9 @@ def test_a_leaf_module_is_gathered_as_a_whole(model_store: str, job: str) -> Non
         assert all(is_released(block.weight) for block in model.blocks)
 
 
-def test_ranks_of_a_launcher_join_their_group_where_a_model_is_built(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_ranks_have_their_group_where_a_model_is_built(tmp_path: Path, is_launched: bool) -> None:
+    """transformers asks torch for the number of its rank while it loads a model under the context."""
     script = tmp_path / "join.py"
     script.write_text(
         "import torch, trainer_client\n"
@@ -139,5 +170,7 @@ def test_ranks_of_a_launcher_join_their_group_where_a_model_is_built(tmp_path: P
         "    pass\n"
         "torch.distributed.destroy_process_group()\n"
     )
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    subprocess.run([sys.executable, str(script)], env=os.environ | environment, check=True, timeout=120)
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= launcher if is_launched else {}
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=120)

@@ -50,11 +50,12 @@ FLOORS = {
         "__main__",
     ),
     "trainer_client": (
-        "arguments errors index_ranges interface_version log_context own_memory own_packages recorder standing",
+        "arguments errors index_ranges interface_version launcher log_context own_memory own_packages recorder "
+        "standing",
         "as_deepspeed device lanes section",
         "comm",
         "accelerator not_built optimizers ranks schedules transport",
-        "config data_parallel moe ops pipe sequence",
+        "compression config data_parallel moe ops pipe sequence",
         "model",
         "initial store_client store_optimizer",
         "step",

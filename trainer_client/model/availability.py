@@ -1,8 +1,8 @@
 """The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
 
 This module owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the
-dtype mean something, and `ds_persist`, which is always False, because no parameter stays whole for its size alone.
-Nothing of this library reads them.
+dtype mean something, `ds_persist`, which is always False, because no parameter stays whole for its size alone, and
+`ds_active_sub_modules`, which is for callers that clear it. Nothing of this library reads them.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
 of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs
@@ -33,7 +33,7 @@ class UnavailableParameter(nn.Parameter):
         return ZeroParamStatus.NOT_AVAILABLE
 
 
-_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_tensor")
+_ATTRIBUTES = ("ds_active_sub_modules", "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_tensor")
 
 
 def hide_status(parameter: nn.Parameter) -> None:

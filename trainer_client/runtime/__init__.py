@@ -6,6 +6,26 @@ What they name is in the rooms below. Nothing of this library imports this room 
 
 from __future__ import annotations
 
-from trainer_client.runtime import activation_checkpointing, config, dataloader, engine, lr_schedules, utils, zero
+from trainer_client.runtime import (
+    activation_checkpointing,
+    config,
+    dataloader,
+    engine,
+    lr_schedules,
+    sequence_parallel,
+    tensor_parallel,
+    utils,
+    zero,
+)
 
-__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "lr_schedules", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "sequence_parallel",
+    "tensor_parallel",
+    "utils",
+    "zero",
+]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ import torch
 from trainer_client import comm
 from trainer_client.accelerator import get_accelerator
 
-__all__ = ["empty_cache", "ensure_directory_exists", "see_memory_usage", "set_random_seed"]
+__all__ = ["empty_cache", "ensure_directory_exists", "move_to_device", "see_memory_usage", "set_random_seed"]
 
 _GIB = 1 << 30
 
@@ -57,3 +59,19 @@ def set_random_seed(seed: int) -> None:
 def ensure_directory_exists(filename: str | Path) -> None:
     """Make the directory that a file is to be written to."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return a tensor or module, or lists, tuples and dicts of them, on another device.
+
+    Args:
+        criterion_func: chooses the tensors that stay the same objects, so that only their memory is moved.
+    """
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item.to(device)

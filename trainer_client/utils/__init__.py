@@ -5,6 +5,7 @@ The modules have DeepSpeed's names, so that `from deepspeed.utils.X import Y` ne
 
 from __future__ import annotations
 
+from trainer_client.comm import is_initialized
 from trainer_client.runtime.dataloader import RepeatingLoader
 from trainer_client.utils import groups
 from trainer_client.utils.init_on_device import OnDevice
@@ -39,6 +40,7 @@ __all__ = [
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
+    "is_initialized",
     "log_dist",
     "log_dist_once",
     "logger",

@@ -10,12 +10,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
+from torch import nn
 
 import trainer_client
 from tests.unit.trainer_client.pages import words_by_name
-from trainer_client import zero
+from trainer_client import ops, zero
+from trainer_client.compression import helper
 from trainer_client.errors import ConfigError, NotBuiltError
+from trainer_client.ops import op_builder
+from trainer_client.runtime.sequence_parallel import ulysses_sp
+from trainer_client.runtime.zero import partition_parameters
 
 PAGE = (Path(__file__).parents[3] / "docs/deepspeed.md").read_text(encoding="utf-8")
 LISTED = words_by_name(PAGE)
@@ -26,23 +32,32 @@ FACES = [
     "checkpoint",
     "checkpoint.ds_to_universal",
     "comm",
+    "compression.compress",
+    "compression.helper",
     "inference",
     "interface_version",
+    "launcher.runner",
     "moe.layer",
     "moe.utils",
     "ops.adagrad",
     "ops.adam",
+    "ops.aio",
     "ops.lamb",
     "ops.lion",
+    "ops.op_builder",
     "pipe",
     "runtime.config",
     "runtime.dataloader",
     "runtime.engine",
     "runtime.precision_config",
+    "runtime.sequence_parallel.ulysses_sp",
+    "runtime.tensor_parallel",
     "runtime.utils",
     "runtime.zero.config",
     "runtime.zero.offload_config",
     "runtime.zero.offload_states",
+    "runtime.zero.parameter_offload",
+    "runtime.zero.partition_parameters",
     "runtime.zero.utils",
     "sequence.layer",
     "utils",
@@ -50,6 +65,7 @@ FACES = [
     "utils.init_on_device",
     "utils.logging",
     "utils.tensor_fragment",
+    "utils.timer",
     "utils.torch",
     "utils.z3_leaf_module",
     "utils.zero_to_fp32",
@@ -114,6 +130,50 @@ def test_a_users_class_of_a_name_that_is_not_built_is_refused_as_well() -> None:
     assert not isinstance(zero, trainer_client.PipelineModule)
     with pytest.raises(NotBuiltError, match="PipelineModule of DeepSpeed is not built here: pipeline parallelism"):
         Mine(layers=3)
+
+
+def test_functions_of_a_class_that_is_not_built_are_refused_as_well() -> None:
+    """Accelerate calls a function of the class and makes no object, and looks at the names of its arguments before."""
+    register = ulysses_sp.UlyssesSPAttentionHF.register_with_transformers
+
+    assert "seq_length_is_variable" in inspect.signature(register).parameters
+    with pytest.raises(NotBuiltError, match="register_with_transformers of DeepSpeed is not built here: sequence"):
+        register(None, "sdpa", 2)
+    for function in (ulysses_sp.TiledMLP.apply, ulysses_sp.TiledFusedLogitsLoss.apply):
+        with pytest.raises(NotBuiltError, match=r"Tiled.*apply of DeepSpeed is not built here: .{10}"):
+            function(1)
+
+
+def test_operators_are_usable_whose_feature_is_here_and_none_is_loaded() -> None:
+    usable = ops.__compatible_ops__
+
+    assert usable[ops.aio.AsyncIOBuilder.NAME]
+    assert not usable["sparse_attn"]
+    for builder in op_builder.OpBuilder.__subclasses__():
+        assert builder().is_compatible() == usable[builder().name]
+        with pytest.raises(NotBuiltError, match=f"{builder.__name__}.load of DeepSpeed is not built here: .{{10}}"):
+            builder().load()
+
+
+def test_attributes_are_found_and_set_by_their_path() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    other = nn.Linear(2, 3)
+
+    helper.recursive_setattr(model, "0.0", other)
+
+    assert helper.recursive_getattr(model, "0.0.weight") is other.weight
+    with pytest.raises(AttributeError, match="missing"):
+        helper.recursive_setattr(model, "0.missing.weight", other)
+
+
+def test_constructors_can_be_wrapped_as_deepspeeds_are() -> None:
+    wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+
+    made = wrap(partition_parameters._orig_torch_arange, torch.bfloat16, torch.device("meta"))
+
+    assert (made(2.0).dtype, made(2.0).device.type) == (torch.bfloat16, "meta")
+    assert (made(2).dtype, made(2, device="cpu").device.type) == (torch.int64, "cpu")
+    assert wrap(torch.ones, None)(2).dtype == torch.float32
 
 
 def test_the_version_is_that_of_the_deepspeed_whose_names_these_are() -> None:

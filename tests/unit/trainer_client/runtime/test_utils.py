@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_client.runtime.utils import empty_cache, ensure_directory_exists, see_memory_usage, set_random_seed
+from trainer_client.runtime.utils import (
+    empty_cache,
+    ensure_directory_exists,
+    move_to_device,
+    see_memory_usage,
+    set_random_seed,
+)
 
 
 def test_memory_is_printed_if_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,3 +48,13 @@ def test_the_directory_of_a_file_is_made(tmp_path: Path) -> None:
     ensure_directory_exists(tmp_path / "a" / "b" / "file.txt")
 
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_tensors_in_containers_are_moved() -> None:
+    kept, other = torch.ones(2), torch.ones(3)
+
+    moved = move_to_device({"a": [other], "b": (other,)}, "meta")
+    same = move_to_device([kept], "cpu", lambda item: item is kept)
+
+    assert (moved["a"][0].device.type, moved["b"][0].device.type, other.device.type) == ("meta", "meta", "cpu")
+    assert same[0] is kept

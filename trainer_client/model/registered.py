@@ -1,0 +1,43 @@
+"""The parameters of other modules that a module's forward uses, as the user registered them before `initialize`.
+
+This module owns the list on each module, and DeepSpeed's method that reads it. It must never gather anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import nn
+
+# The attribute of a module with the parameters that are registered for it.
+_EXTERNAL = "_paramserver_external"
+
+
+def registered_for(module: nn.Module) -> list[nn.Parameter]:
+    """Return the list of parameters that are registered for a module, to read and to change."""
+    known: list[nn.Parameter] = vars(module).setdefault(_EXTERNAL, [])
+    return known
+
+
+def external_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield each module of a model with each parameter that was registered for it before `initialize`."""
+    for module in model.modules():
+        for parameter in getattr(module, _EXTERNAL, ()):
+            yield module, parameter
+
+
+def show_external(model: nn.Module) -> None:
+    """Give each module of a model DeepSpeed's method `ds_external_parameters`.
+
+    The method is a partial object and no bound method, because a module with a bound method of its own cannot be
+    pickled.
+    """
+    for module in model.modules():
+        vars(module)["ds_external_parameters"] = functools.partial(_numbered, module)
+
+
+def _numbered(module: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
+    """Yield the parameters that are registered for a module, each after DeepSpeed's number of it."""
+    for parameter in getattr(module, _EXTERNAL, ()):
+        yield id(parameter), parameter
