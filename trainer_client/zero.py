@@ -209,26 +209,26 @@ class GatheredParameters:
     a RuntimeError if `zero_optimization.enable_sanity_checks` is true in the config of the engine or of `Init`.
 
     Args:
-        params: a parameter, several parameters, or a module.
+        params: a parameter, several parameters, or a module. Of several, None is left out, so that the parameters of a
+            layer can be named whether it has a bias or not.
         modifier_rank: the rank whose changes count; see `engine.gathered`.
         fwd_module: a module whose forward uses the parameters; see `register_external_parameter`.
         enabled: False: the context does nothing.
+
+    Raises:
+        ConfigError: `params` has an object that is neither a tensor nor None. (DeepSpeed leaves such objects out.)
     """
 
     def __init__(
         self,
-        params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        if isinstance(params, nn.Module):
-            params = params.parameters()
-        elif isinstance(params, torch.Tensor):
-            params = (params,)
         self._of_engine: dict[Engine, list[torch.Tensor]] = {}
         unowned: list[torch.Tensor] = []
-        for tensor in params if enabled else ():
+        for tensor in _tensors_of(params) if enabled else ():
             if isinstance(engine := owner_of(tensor), Engine):
                 self._of_engine.setdefault(engine, []).append(tensor)
             else:
@@ -273,6 +273,23 @@ class GatheredParameters:
         ):
             raise RuntimeError(message)
         log.warning("%s", message)
+
+
+def _tensors_of(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[torch.Tensor]:
+    """Return the tensors that `GatheredParameters` is to make whole, each once. It can raise ConfigError."""
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else (params,)
+    chosen: dict[int, torch.Tensor] = {}
+    for item in given:
+        if isinstance(item, torch.Tensor):
+            chosen[id(item)] = item
+        elif item is not None:
+            raise ConfigError(
+                f"zero.GatheredParameters(): a {type(item).__name__} is neither a parameter nor None: pass parameters, "
+                "or one module for all of its parameters"
+            )
+    return list(chosen.values())
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return ways
 
 
-@pytest.mark.parametrize("way", ["one file", "shards", "a config"])
+@pytest.mark.parametrize("way", ["one file", "shards", "a config", "resized", "resized to the mean"])
 def test_a_model_that_is_loaded_at_stage_3_trains_as_plain(found: dict[str, dict[str, Any]], way: str) -> None:
     ours, plain = found[way]["losses"]
 

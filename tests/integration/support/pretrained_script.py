@@ -73,6 +73,13 @@ def trained_here(model: torch.nn.Module, state_dir: Path) -> list[float]:
         return losses_of(engine, step)
 
 
+def resized(model: Any, **arguments: Any) -> torch.nn.Module:
+    """Give a model rows for new tokens, as for a token that pads."""
+    model.resize_token_embeddings(57, **arguments)
+    assert model.config.vocab_size == model.get_output_embeddings().out_features == 57
+    return model
+
+
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -90,12 +97,15 @@ def main(directory: Path, result: Path) -> None:
         "one file": lambda: AutoModelForCausalLM.from_pretrained(directory / "whole"),
         "shards": lambda: AutoModelForCausalLM.from_pretrained(directory / "shards"),
         "a config": lambda: AutoModelForCausalLM.from_config(SHAPE),
+        "resized": lambda: resized(AutoModelForCausalLM.from_pretrained(directory / "whole"), mean_resizing=False),
+        "resized to the mean": lambda: resized(AutoModelForCausalLM.from_pretrained(directory / "whole")),
     }
     found: dict[str, dict[str, Any]] = {}
     for name, make in ways.items():
         model = make()
         state = state_of(model)
-        values = name == "a config" or all(torch.equal(state[key], expected[key]) for key in expected)
+        # The embedding and the head have new rows at their ends.
+        values = name == "a config" or all(torch.equal(state[key][: len(old)], old) for key, old in expected.items())
         rows = state["transformer.wte.weight"].shape[0]
         found[name] = {
             "values": values,

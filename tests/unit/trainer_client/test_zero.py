@@ -132,6 +132,39 @@ def test_parameters_are_changed_within_init() -> None:
     assert recipe_of(after.weight)
 
 
+def test_parameters_are_named_in_any_form_and_what_is_none_is_left_out() -> None:
+    with zero.Init(seed=5):
+        layer = nn.Linear(4, 2, bias=False)
+    plain = nn.Linear(2, 2).weight
+    forms = [
+        [layer.weight, layer.bias],
+        (layer.weight, layer.weight, None, plain),
+        (parameter for parameter in (None, layer.weight)),
+        layer.weight,
+        layer,
+        dict(layer.named_parameters()).values(),
+    ]
+
+    for form in forms:
+        with zero.GatheredParameters(form, modifier_rank=None):  # type: ignore[arg-type]
+            assert not layer.weight.is_meta
+        assert layer.weight.is_meta
+    for nothing in ([], None, [None], [plain], plain):
+        with zero.GatheredParameters(nothing, modifier_rank=0):
+            assert layer.weight.is_meta
+
+
+def test_what_is_no_parameter_is_refused_by_its_type() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+
+    with pytest.raises(ConfigError, match=r"GatheredParameters\(\): a Linear is neither a parameter nor None: pass"):
+        zero.GatheredParameters([model[0]])
+    with pytest.raises(ConfigError, match="a str is neither"):
+        zero.GatheredParameters("weight")  # type: ignore[arg-type]
+    with zero.GatheredParameters(["weight"], enabled=False):  # type: ignore[list-item]
+        pass
+
+
 def test_scripts_see_whether_a_parameter_has_values() -> None:
     seen = []
     with zero.Init():
