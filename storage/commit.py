@@ -57,14 +57,13 @@ class Committer:
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
 
-    async def commit(self, job: Job, record: CommitRecord, settled: int) -> bool:
+    async def commit(self, job: Job, record: CommitRecord, settled: int | None) -> bool:
         """Commit a step whose updates are done; return whether it is durable when this returns.
 
         With durability `step` every step is durable. With `snapshot:N` every N-th step becomes durable in the
         background. The last snapshot must be over before this is called (see `finish_snapshot`).
         """
-        job.settled = max(job.settled, settled)
-        job.spans_nodes = job.spec.local_ranks < job.spec.world_size
+        job.note_settled(settled)
         if job.spec.durability.every_steps == 1:
             await self._make_durable(job, record)
         elif job.begins_layout and job.spec.durability.every_steps:
@@ -77,6 +76,13 @@ class Committer:
             job.retained[record.step] = record
         await self._prune(job)
         return record.step in job.durable
+
+    def has_whole(self, job: Job, step: int) -> bool:
+        """Return whether a retained step can be read and returned to.
+
+        It cannot if its bytes were only in host memory, and a later step has overwritten them.
+        """
+        return step in job.durable or not any(_is_lost(slab, step) for slab in job.tally.dirty)
 
     def check_retained(self, job: Job, step: int) -> None:
         """Raise NotFoundError for a step that is not retained, so that the job cannot return to it."""
@@ -104,8 +110,10 @@ class Committer:
         # The catalog takes the mark only beside a durable step of the job. Otherwise `_record` enters it with the first
         # one, because a mark without a job would remain for a later job of the same name.
         stored = mark if job.durable - newer else None
+        job.go_back_to(step)
         if kept is not None or stored is not None:
-            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, kept, stored))
+            settled = None if kept is None else job.durable_everywhere(kept)
+            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, kept, settled, stored))
         if mark is not None:
             job.rolled_back = (*(one for one in job.rolled_back if one.step < step), mark)
         if kept is not None:
@@ -120,8 +128,24 @@ class Committer:
             return
         for s in newer:
             del job.retained[s]
-        job.settled = min(job.settled, step)
         self._restore(job, step)
+
+    async def record_settled(self, job: Job) -> None:
+        """Have the catalog know the newest settled step, which it has learned with the last commit otherwise.
+
+        A commit records only that the one before it is settled, so this is for the end of a run.
+        """
+        settled = job.durable_everywhere(job.durable)
+        await self._in_catalog_thread(lambda: self._catalog.record_settled(job.spec.identity, settled))
+
+    def newest_settled(self, job: Job) -> int | None:
+        """Return the newest settled step of which this store has all bytes; None if none is known.
+
+        Bytes of a settled step that were only in host memory are overwritten when the next step is sealed here,
+        although other nodes may not have that one.
+        """
+        settled = (step for step in job.retained if job.settled is not None and step <= job.settled)
+        return next((step for step in sorted(settled, reverse=True) if self.has_whole(job, step)), None)
 
     async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> dict[Slab, int | None]:
         """Hold the regions that a reader of a committed step sees, and enter each region into `held`.
@@ -193,6 +217,7 @@ class Committer:
         newest = job.newest
         if job.durable and _has_lost_newest(job):
             job.retained = {step: record for step, record in job.retained.items() if step in job.durable}
+            job.go_back_to(max(job.durable))
             if job.newest != newest:
                 log.warning(
                     "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept "
@@ -243,8 +268,9 @@ class Committer:
         # job succeeds after it, although bytes of this job may be among those that are lost.
         while any(region.doubtful for _, region in written.values()):
             written = await self._write_and_sync(job, record.step)
-        kept = _needed(job, {*job.durable, record.step})
-        await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
+        durable = {*job.durable, record.step}
+        settled, kept = job.durable_everywhere(durable), _needed(job, durable)
+        await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept), settled))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
         job.durable = kept
@@ -311,7 +337,8 @@ class Committer:
         """Free the room of durable steps that other nodes have needed until now, before a snapshot takes more."""
         kept = _needed(job, job.durable)
         if kept != job.durable:
-            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, sorted(kept), None))
+            settled = job.durable_everywhere(kept)
+            await self._in_catalog_thread(lambda: self._keep_in_catalog(job.spec.identity, sorted(kept), settled, None))
             job.durable = kept
             await self._prune(job)
 
@@ -321,6 +348,7 @@ class Committer:
         record: CommitRecord,
         written: Mapping[Slab, tuple[int, Region]],
         kept: list[int],
+        settled: int | None,
     ) -> None:
         """Enter a step and its new versions into the catalog, and keep only the steps `kept` there.
 
@@ -335,15 +363,18 @@ class Committer:
                     self._catalog.add_rolled_back(job.spec.identity, mark)
             self._catalog.add_commit(job.spec.identity, record, stored)
             self._catalog.retain(job.spec.identity, kept)
+            self._catalog.set_settled(job.spec.identity, settled)
 
-    def _keep_in_catalog(self, job: str, kept: list[int] | None, mark: RolledBack | None) -> None:
+    def _keep_in_catalog(self, job: str, kept: list[int] | None, settled: int | None, mark: RolledBack | None) -> None:
         """Keep only the steps `kept` of a job in the catalog (None: all), and record an operator's roll-back, if any.
 
-        This runs in the catalog's thread.
+        This runs in the catalog's thread. `settled` is the newest settled one of the steps `kept`.
         """
         with self._catalog.transaction():
             if kept is not None:
                 self._catalog.retain(job, kept)
+            if kept:
+                self._catalog.set_settled(job, settled)
             if mark is not None:
                 self._catalog.add_rolled_back(job, mark)
 
@@ -351,7 +382,7 @@ class Committer:
         """Remove retained steps that no rank can return to. Durable ones are removed when the catalog is written."""
         newest = job.newest
         for step in list(job.retained):
-            if step < job.settled and step != newest and step not in job.durable:
+            if job.settled is not None and step < job.settled and step != newest and step not in job.durable:
                 del job.retained[step]
         async for _ in in_slices(self._freeing(job)):
             pass
@@ -427,11 +458,5 @@ def _needed(job: Job, durable: Set[int]) -> set[int]:
 
     These are the newest one that all nodes are known to have made durable, and all newer ones.
     """
-    everywhere, every = job.settled, job.spec.durability.every_steps
-    if job.spans_nodes and every > 1:
-        # Another node may still be writing its snapshot of a step that is settled. A node commits the next step that a
-        # snapshot covers only when its last snapshot is over. So once such a step is settled, all nodes have those
-        # before it.
-        everywhere = job.settled // every * every - 1
-    base = max((s for s in durable if s <= everywhere), default=None)
+    base = job.durable_everywhere(durable)
     return {s for s in durable if base is None or s >= base}

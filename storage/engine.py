@@ -313,6 +313,16 @@ class Engine:
         """
         return self._jobs.job(name)
 
+    def settled_layout(self, name: str) -> Job:
+        """Return a job in the newest layout that has a settled step; if there is none, in its newest committed layout.
+
+        Raises:
+            NotFoundError: the store has no job of this name.
+        """
+        job = self.job(name)
+        layouts = [layout for layout in (*job.older, job) if layout.settled_step is not None]
+        return layouts[-1] if layouts else job
+
     def layouts(self, name: str) -> list[Job]:
         """Return a job in each of its layouts, oldest first.
 
@@ -414,7 +424,7 @@ class Engine:
         written to NVMe first; bytes on NVMe are not copied. A repeated call has no effect.
 
         Args:
-            step: the step; None: the newest one.
+            step: the step; None: the newest settled one.
             note: what the caller says about the step, for operators.
             limits: the most bytes that the jobs of some names may use.
 
@@ -426,15 +436,13 @@ class Engine:
             AlreadyExistsError: another step of the job has the name.
             DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
             BudgetExceededError: nvme_budget or a limit has no room to keep the step beside the steps to come.
-            ConflictError: the job was deleted meanwhile, or has no committed step.
+            ConflictError: the job was deleted meanwhile, or has no settled step.
             DeviceStuckError: a device does not answer; the step is kept as soon as it does.
         """
         return await self.backing.watch.unless_stuck(self._keep(job, step, name, note, limits))
 
     async def _keep(self, job: Job, step: int | None, name: str, note: str, limits: Sequence[Limit]) -> Job:
-        wanted = job.newest if step is None else step
-        if wanted is None:
-            raise ConflictError(f"job {job.spec.name!r} has no committed step to keep yet")
+        wanted = self._default_step(job) if step is None else step
         if (known := self._kept_steps.known(job, wanted, name)) is not None:
             return known
         try:
@@ -482,8 +490,15 @@ class Engine:
         await self.abandon_pending(job)
         if job.begins_layout or (forgets and job.newest is None):
             await self._job_registry.free(job)
-        else:
-            await self._job_registry.free_copies(job)
+            return
+        await self._job_registry.free_copies(job)
+        # Readers wait no longer for steps that this run has not settled.
+        job.announce()
+        try:
+            await self._committer.record_settled(job)
+        except StorageError:
+            # No step is lost by this. The next run of the job settles its newest step again.
+            log.exception("the catalog does not know yet which step of job %s is settled", job.spec.name)
 
     async def _quiesce_all(self, job: Job) -> None:
         """Quiesce a job, and free the layout that was being filled to replace its newest one.
@@ -782,28 +797,30 @@ class Engine:
             raise
         return range_
 
-    async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
-        """Return a reader of a committed step, by default the newest one.
+    async def open_reader(self, job: Job, step: int | None = None, *, unsettled: bool = False) -> StepReader:
+        """Return a reader of a committed step, by default the newest settled one.
 
         The step's bytes are held until the reader is closed, while training goes on. Bytes that are only in host memory
         are written to NVMe first.
 
+        Args:
+            job: the job.
+            step: the step; None: the newest settled one.
+            unsettled: without `step`, the newest step of this store, although other nodes may lack it.
+
         Raises:
             NotFoundError: the step is not retained.
+            ConflictError: there is no such step yet.
             DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
             BudgetExceededError: nvme_budget has no room to keep the step beside the steps to come.
             DeviceStuckError: a device does not answer.
         """
-        return await self.backing.watch.unless_stuck(self._open_reader(job, step), release=StepReader.close)
+        opening = self._open_reader(job, step, unsettled=unsettled)
+        return await self.backing.watch.unless_stuck(opening, release=StepReader.close)
 
-    async def _open_reader(self, job: Job, step: int | None) -> StepReader:
-        # The commit of a step overwrites bytes that are only in host memory, so wait until no commit is under way. This
-        # is a loop because the next commit may have begun before this task runs again.
-        while job.tally.has_unbacked and job.pending is not None and not job.pending.at_rest.is_set():
-            await job.pending.at_rest.wait()
-        wanted = job.newest if step is None else step
-        if wanted is None:
-            raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
+    async def _open_reader(self, job: Job, step: int | None, *, unsettled: bool = False) -> StepReader:
+        await self._until_whole(job, settled=step is None and not unsettled)
+        wanted = self._default_step(job, unsettled=unsettled) if step is None else step
         self._committer.check_retained(job, wanted)
         self._job_registry.admission.reserve_for_reader(job)
         reader = StepReader(job, job.retained[wanted], self.reader, self.backing)
@@ -815,6 +832,37 @@ class Engine:
             reader.close()
             raise
         return reader
+
+    async def _until_whole(self, job: Job, *, settled: bool) -> None:
+        """Wait while the commit of a step overwrites bytes of the one before that are only in host memory.
+
+        With `settled`, the newest settled step is to be read: if its bytes are overwritten, wait until the trainers
+        have settled the next one, or have gone.
+        """
+        # This is a loop because the next commit may have begun before this task runs again.
+        while job.tally.has_unbacked:
+            if job.pending is not None and not job.pending.at_rest.is_set():
+                await job.pending.at_rest.wait()
+            elif settled and job.spec.local_ranks and job.settled_step != self._committer.newest_settled(job):
+                await job.changed.wait()
+            else:
+                return
+
+    def _default_step(self, job: Job, *, unsettled: bool = False) -> int:
+        """Return the newest settled step of a job; with `unsettled`, the newest one of this store.
+
+        Raises:
+            ConflictError: there is none.
+        """
+        step = job.newest if unsettled else self._committer.newest_settled(job)
+        if step is None and job.newest is None:
+            raise ConflictError(f"job {job.spec.name!r} has no committed step yet")
+        if step is None:
+            raise ConflictError(
+                f"job {job.spec.name!r} is at step {job.newest} on this node, and no step is known to be on all of its "
+                "nodes: start the job, which finds the newest step that all of them have, or name a step"
+            )
+        return step
 
     # --- steps
 
@@ -882,14 +930,15 @@ class Engine:
         """
         await self.backing.watch.unless_stuck(self._pending_steps.withdraw(job, step, group))
 
-    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int | None) -> bool:
         """Wait for the writes of a step and make it the newest committed one; return whether it is durable already.
 
         From here on the step is finished even if ranks die.
 
         Args:
             client_states: the state that each rank of this node stores with the step, by rank.
-            settled: the newest step that all ranks on all nodes have committed.
+            settled: the newest step that all ranks on all nodes have committed; None: none is known. It is this step
+                where all ranks are on this node.
 
         Raises:
             ConflictError: the step is not the next one, or initial values are missing.
@@ -902,10 +951,10 @@ class Engine:
         self.backing.watch.check()
         return await self.backing.watch.unless_stuck(self._commit(job, step, client_states, settled))
 
-    async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+    async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int | None) -> bool:
         durable = await self._pending_steps.commit(job, step, client_states, settled)
         self._job_registry.succeed(job)
-        if job.older and job.settled >= job.first_step:
+        if job.older and job.settled is not None and job.settled >= job.first_step:
             try:
                 await self._free_layouts(list(job.older))
             except StorageError:
@@ -920,6 +969,23 @@ class Engine:
             await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
         for layout in layouts:
             await self._job_registry.free(layout)
+
+    def steps_to_return_to(self, job: Job) -> list[int]:
+        """Return the committed steps that `roll_back` can make the newest one again, oldest first."""
+        return [step for step in sorted(job.retained) if self._committer.has_whole(job, step)]
+
+    def settle(self, job: Job, step: int) -> None:
+        """Take note that every rank on every node has committed a step, so that readers may have it.
+
+        Raises:
+            ConflictError: this store has not committed the step.
+        """
+        if job.newest is None or step > job.newest:
+            raise ConflictError(
+                f"step {step} of job {job.spec.name!r} cannot be settled: the newest step here is {job.newest}"
+            )
+        job.note_settled(step)
+        job.announce()
 
     def check_roll_back(self, job: Job, step: int) -> None:
         """Raise what `roll_back` would raise at once, if it would not accept this step."""

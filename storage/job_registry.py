@@ -364,7 +364,7 @@ class JobRegistry:
 
         `regions` has the regions that were restored before; this function adds those that it restores.
         """
-        job = Job(stored.spec, stored.created_at, rolled_back=stored.rolled_back)
+        job = Job(stored.spec, stored.created_at, rolled_back=stored.rolled_back, settled=stored.settled)
         job.retained = {commit.step: commit for commit in stored.commits}
         job.durable = set(job.retained)
         job.first_step = min(job.retained, default=0)

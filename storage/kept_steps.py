@@ -154,7 +154,7 @@ class KeptSteps:
         """Return the job that stands for the kept step. It names the regions of the reader, but does not hold them."""
         spec = replace(reader.job.spec.without_ranks(), kept=name, note=note)
         kept = Job(spec, created_at=time.time(), first_step=reader.step)
-        kept.retained, kept.durable = {reader.step: reader.record}, {reader.step}
+        kept.retained, kept.durable, kept.settled = {reader.step: reader.record}, {reader.step}, reader.step
         regions = {slab.key: (reader.versions[slab], region) for slab, region in reader.regions.items()}
         async for group in in_slices(list(reader.job.groups.values())):
             for slab in self._registry.new_group(kept, group.spec).slabs:
@@ -177,6 +177,7 @@ class KeptSteps:
         with self._catalog.transaction():
             self._catalog.create_job(kept.spec, [group.spec for group in kept.groups.values()], kept.created_at)
             self._catalog.add_commit(kept.spec.stored_as, record, written)
+            self._catalog.set_settled(kept.spec.stored_as, record.step)
 
     async def _close(self, reader: StepReader) -> None:
         """Free the regions that a reader holds, as soon as no transaction can make its step a kept one."""

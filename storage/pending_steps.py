@@ -230,7 +230,7 @@ class PendingSteps:
                 self._host_cache.adopt(slab, copy)
             return True
 
-    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int | None) -> bool:
         """Seal the step and finish it; return whether it is durable already."""
         pending = self._open(job, step)
         pending.at_rest.clear()

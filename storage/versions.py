@@ -78,22 +78,50 @@ class Job:
     older: list[Job] = field(default_factory=list)
     # The layout that replaces this one, or that is being filled to do so.
     successor: Job | None = None
-    # The newest step that every rank on every node has committed.
-    settled: int = 0
-    # Whether the run that made the newest commit has ranks on other nodes, too.
+    # The newest step that every rank on every node is known to have committed, or None if none is known yet. It may be
+    # above the steps that are retained, if bytes of this job were lost since.
+    settled: int | None = None
+    # Whether the run that made or settled the newest commit has ranks on other nodes, too.
     spans_nodes: bool = False
     # The snapshot under way or, if there is none, the last one; and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
     # Held while the job returns to an earlier step, or is opened anew. No step is prepared or committed then.
     rolling_back: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # Set when a step is committed and when the job is deleted. `announce` then replaces it by a new event.
+    # Set when a step is committed or settled, when the ranks of a run have gone, and when the job is deleted.
+    # `announce` then replaces it by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self) -> None:
         """Wake all tasks that wait for `changed`: the readers that wait for the next step."""
         event, self.changed = self.changed, asyncio.Event()
         event.set()
+
+    def note_settled(self, step: int | None) -> None:
+        """Take note that every rank on every node has committed `step`, or None if no such step is known."""
+        self.spans_nodes = self.spec.local_ranks < self.spec.world_size
+        if step is not None:
+            self.settled = step if self.settled is None else max(self.settled, step)
+
+    def go_back_to(self, step: int) -> None:
+        """Take note that the job has given up all steps above `step`, so that none of them is settled any more."""
+        if self.settled is not None:
+            self.settled = min(self.settled, step)
+
+    @property
+    def settled_step(self) -> int | None:
+        """The newest step of the job that every rank on every node is known to have; None if none is known."""
+        return None if self.settled is None else max((s for s in self.retained if s <= self.settled), default=None)
+
+    def durable_everywhere(self, durable: Iterable[int]) -> int | None:
+        """Return the newest of some durable steps that all nodes are known to have made durable; None if none is."""
+        everywhere, every = self.settled, self.spec.durability.every_steps
+        if everywhere is not None and self.spans_nodes and every > 1:
+            # Another node may still be writing its snapshot of a step that is settled. A node commits the next step
+            # that a snapshot covers only when its last snapshot is over. So once such a step is settled, all nodes have
+            # those before it.
+            everywhere = everywhere // every * every - 1
+        return None if everywhere is None else max((step for step in durable if step <= everywhere), default=None)
 
     @property
     def newest(self) -> int | None:

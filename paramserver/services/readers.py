@@ -55,7 +55,7 @@ class Readers:
         self._quotas.of_token(owner).check_readers(owner.name, held)
         self._opening.update((name, owner))
         try:
-            reader = await self._engine.open_reader(job, step)
+            reader = await self._engine.open_reader(job, step, unsettled=True)
         finally:
             self._opening.subtract((name, owner))
         return pb.OpenReaderResponse(

@@ -382,7 +382,9 @@ class Runs(Generic[MemberT]):
 
     async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size
-        settled = vote.step if everywhere else vote.settled or 0
+        # A rank that votes for step 0 says that step 0 is settled, because the field has no other value for "none".
+        earlier = vote.settled if vote.settled is not None and vote.settled < vote.step else None
+        settled = vote.step if everywhere else earlier
         # The commit is a task of its own, for all ranks of the job.
         unbind_contextvars("session")
         bind_contextvars(job=printable(job.spec.name), step=vote.step)

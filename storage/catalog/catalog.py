@@ -36,6 +36,7 @@ from storage.catalog.records import (
 from storage.catalog.tables import (
     FORMAT_VERSION,
     REMEDY,
+    add_settled,
     check_references,
     connect,
     create_tables,
@@ -147,7 +148,7 @@ class Catalog:
         # Earlier versions recorded the roll-backs of jobs that were not in the catalog, and left them there for any
         # later job of the same name.
         self._forget_rolled_back(spec.stored_as)
-        self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, x'')", (job, *row))
+        self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, x'', NULL)", (job, *row))
         self._db.executemany(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", [(number, job, *rest) for number, *rest in layout.groups]
         )
@@ -184,6 +185,19 @@ class Catalog:
                 manifest = self._manifest(entry, step).replaced_by(manifest)
             manifests[step] = self._put_manifest(entry, step, manifest)
         self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
+
+    def set_settled(self, job: str, step: int | None) -> None:
+        """Record which commit of a job is the newest one that all nodes have. Call this inside `transaction`."""
+        entry = self._job(job)
+        if entry.settled != step:
+            self._db.execute("UPDATE jobs SET settled = ? WHERE id = ?", (step, entry.id))
+            self._put(replace(entry, settled=step))
+
+    def record_settled(self, job: str, step: int | None) -> None:
+        """Record the newest settled commit in a transaction of its own, unless it is recorded or the job is gone."""
+        if job in self._ledger.jobs and self._job(job).settled != step:
+            with self.transaction():
+                self.set_settled(job, step)
 
     def retain(self, job: str, steps: Sequence[int]) -> None:
         """Delete all commits but `steps`, and the versions that none of them needs. Call this inside `transaction`."""
@@ -317,12 +331,13 @@ class Catalog:
         if version == 1:
             self._migrate_from_1()
         else:
-            self._ledger = read_ledger(self._db, self.path)
             with self.transaction():
-                # Formats 2 to 4 have the same tables as the present one. In format 2 no job has a layout. In formats
-                # 2 and 3 the blocks of regions are smaller, and `Checksums` derives their size from their number. In
-                # formats 2 to 4 there are no kept steps.
+                # In format 2 no job has a layout. In formats 2 and 3 the blocks of regions are smaller, and `Checksums`
+                # derives their size from their number. In formats 2 to 4 there are no kept steps.
+                add_settled(self._db)
+                self._ledger = read_ledger(self._db, self.path)
                 self._put_version()
+                self._settle_oldest()
         log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
 
     def _migrate_from_1(self) -> None:
@@ -335,6 +350,16 @@ class Catalog:
             self._make_tables()
             for job in jobs:
                 self._take_over(job)
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        """Record that the oldest commit of each job is settled, which catalogs before format 6 do not say.
+
+        A store deletes older commits when it knows that all nodes have a newer one. If all ranks are on one node, it
+        has only the newest.
+        """
+        for name, entry in self._ledger.jobs.items():
+            self.set_settled(name, min(entry.commits, default=None))
 
     def _put_version(self) -> None:
         """Write the present format's version into `meta`."""

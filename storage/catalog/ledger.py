@@ -64,11 +64,15 @@ class LayoutEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEntry:
-    """A job, with its commits and manifests by step."""
+    """A job, with its commits and manifests by step.
+
+    `settled` is the newest commit that all nodes are known to have, and None if none is known.
+    """
 
     id: int
     row: JobRow
     layout: LayoutEntry
+    settled: int | None = None
     commits: Mapping[int, CommitEntry] = field(default_factory=dict)
     manifests: Mapping[int, ManifestEntry] = field(default_factory=dict)
     digest: bytes = b""
@@ -93,7 +97,9 @@ class JobEntry:
         }
         steps = digest_of_rows((step, commit.digest) for step, commit in commits.items())
         manifests = self._manifests_until(max(self.manifests, default=0))
-        return replace(self, commits=commits, digest=digest([row, self.layout.digest, steps, manifests]))
+        # The digest of a job without a settled step is that of format 5, whose jobs are read in the same way.
+        settled = [] if self.settled is None else [self.settled]
+        return replace(self, commits=commits, digest=digest([row, self.layout.digest, steps, manifests, *settled]))
 
     def _manifests_until(self, step: int) -> bytes:
         return digest_of_rows((s, entry.checksum) for s, entry in sorted(self.manifests.items()) if s <= step)

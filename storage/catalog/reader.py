@@ -66,6 +66,7 @@ class VerifiedJob:
             groups=self._groups(),
             commits=commits,
             versions=self._versions(spec.identity),
+            settled=self.entry.settled,
         )
 
     def _groups(self) -> tuple[GroupSpec, ...]:
@@ -132,8 +133,8 @@ def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
     Raises:
         DataLossError: a digest does not match. The message names the job, and the step if it is known.
     """
-    for job_id, *row, written in db.execute(
-        "SELECT id, name, world_size, every_steps, parameters, created_at, digest FROM jobs ORDER BY id"
+    for job_id, *row, settled, written in db.execute(
+        "SELECT id, name, world_size, every_steps, parameters, created_at, settled, digest FROM jobs ORDER BY id"
     ):
         name, world_size, every_steps, parameters, created_at = row
         manifests, entries = _read_manifests(db, path, job_id, name)
@@ -142,6 +143,7 @@ def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
             id=job_id,
             row=(name, world_size, every_steps, parameters, created_at),
             layout=_read_layout(db, job_id),
+            settled=settled,
             commits=_read_commits(db, job_id, states),
             manifests=entries,
             digest=written,

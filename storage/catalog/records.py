@@ -41,13 +41,24 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
-    """A job as the catalog has it. `versions` has the versions of each slab by the step that wrote them."""
+    """A job as the catalog has it.
+
+    Attributes:
+        spec: the job, without ranks.
+        created_at: the time of creation in seconds since 1970.
+        groups: its groups.
+        commits: its commits, oldest first.
+        versions: the versions of each slab by the step that wrote them.
+        settled: the newest of the commits that all nodes of the job are known to have; None: none is known.
+        rolled_back: the roll-backs by operators.
+    """
 
     spec: JobSpec
     created_at: float
     groups: tuple[GroupSpec, ...]
     commits: tuple[CommitRecord, ...]
     versions: Mapping[SlabKey, Mapping[int, StoredVersion]]
+    settled: int | None = None
     rolled_back: tuple[RolledBack, ...] = ()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
 # SQLite truncates its log to this size after a large commit.
@@ -71,8 +71,13 @@ _TABLES = {
     ),
 }
 # Format 3 changed the names of jobs, format 4 the size of a region's blocks, and format 5 added kept steps, which are
-# rows of `jobs` with names of four parts. The tables are those of format 2.
+# rows of `jobs` with names of four parts. The tables are those of format 2. Format 6 added a column to `jobs`. Its
+# statement is what `add_settled` makes of the former one, so that all catalogs of this format have the same text.
 _TABLES[3] = _TABLES[4] = _TABLES[5] = _TABLES[2]
+_TABLES[6] = tuple(
+    statement.replace(") STRICT", ", settled INTEGER) STRICT") if "TABLE jobs " in statement else statement
+    for statement in _TABLES[5]
+)
 
 
 # SQLite opens files whose paths, with "-journal" appended, have at most 512 bytes. A symbolic link to a long path does
@@ -110,6 +115,11 @@ def create_tables(db: sqlite3.Connection) -> None:
     """Create the tables of the present format. Call this inside a transaction."""
     for statement in _TABLES[FORMAT_VERSION]:
         db.execute(statement)
+
+
+def add_settled(db: sqlite3.Connection) -> None:
+    """Add to the tables of formats 2 to 5 what format 6 has. Call this inside a transaction."""
+    db.execute("ALTER TABLE jobs ADD COLUMN settled INTEGER")
 
 
 def drop_tables(db: sqlite3.Connection) -> None:

@@ -292,7 +292,7 @@ async def test_errors_say_what_is_wrong(store: StoreClient, job: str) -> None:
     with pytest.raises(ConfigError, match="timeout -1 must be positive"):
         await store.list_jobs(timeout=-1)
     async with await store.open(job, SPECS, shard_bytes=SHARD) as writer:
-        with pytest.raises(JobConflictError, match="no committed step to read yet"):
+        with pytest.raises(JobConflictError, match="no committed step yet"):
             await store.read(job)
         with pytest.raises(ConfigError, match="opened without a tensor 'extra'"):
             await writer.put({"extra": torch.zeros(3)})

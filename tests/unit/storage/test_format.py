@@ -59,6 +59,8 @@ class StrangersReader:
     slabs: dict[tuple[str, int, str, str], torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
     extents: list[tuple[int, int, int]] = field(default_factory=list)
+    # The settled step of each job.
+    settled: dict[str, int | None] = field(default_factory=dict)
     # The block size of each region that has more than one block, by the region's label.
     block_sizes: dict[str, int] = field(default_factory=dict)
 
@@ -66,7 +68,7 @@ class StrangersReader:
         with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
             meta = dict(self.db.execute("SELECT key, value FROM meta ORDER BY key"))
             written = meta.pop("digest")
-            assert meta["format_version"] == "5"
+            assert meta["format_version"] == "6"
             files = self.db.execute("SELECT id, directory FROM files ORDER BY id").fetchall()
             self.files = {n: (self.directory / name / f"data.{n}").read_bytes() for n, name in files}
             bad = self.db.execute(
@@ -77,7 +79,8 @@ class StrangersReader:
         return self
 
     def read_job(self, job: int, name: str, *rest: Any) -> tuple[str, bytes]:
-        row, written = d([name, *rest[:-1]]), rest[-1]
+        *of_row, written, settled = rest
+        row, self.settled[name] = d([name, *of_row]), settled
         groups = self.db.execute("SELECT id, name, numel, shards FROM groups WHERE job = ? ORDER BY id", [job])
         by_id = {row[0]: row for row in groups.fetchall()}
         slabs = [
@@ -106,7 +109,9 @@ class StrangersReader:
                     label = f"{holder}/{by_id[group][1]}/{kind} at step {version}"
                     tensor = self.read_slab(label, place, by_id[group][2], TORCH[dtype])
                     self.slabs[name, step, by_id[group][1], kind] = tensor
-        assert written == d([row, layout, d(flat(commits)), d(flat(checksums))])
+        assert settled is None or settled in dict(commits)
+        covered = [row, layout, d(flat(commits)), d(flat(checksums))]
+        assert written == d(covered if settled is None else [*covered, settled])
         return name, written
 
     def read_manifests(self, job: int, name: str) -> tuple[list[tuple[int, bytes]], dict[int, dict[int, Any]]]:
@@ -195,6 +200,7 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
             # Each snapshot must end before the next one is due, because there is one at a time.
             await quiesce(engine)
         reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
+        assert reader.settled == {steps.name: 2, snapshots.name: 2}
         await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
         await asyncio.to_thread(assert_reads, reader, snapshots, [2])
         # While the store is open, the log has commits that the database file does not have yet.
@@ -269,7 +275,7 @@ def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
     data = (format_1 / "data.0").read_bytes()
     with caplog.at_level("INFO"):
         migrate(format_1)
-    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 5 now" in caplog.text
+    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 6 now" in caplog.text
     reader = StrangersReader(format_1).read()
     assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
     assert_reads(reader, OLD_SNAPSHOTS, [2])
@@ -310,7 +316,7 @@ def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: 
         migrate(format_1)
     finally:
         failpoints.install(None)
-    assert (version_of(format_1), version_of(image)) == ("5", "1")
+    assert (version_of(format_1), version_of(image)) == ("6", "1")
     migrate(image)
     assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
 
@@ -347,8 +353,12 @@ def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
 
 
 def set_version(directory: Path, version: int) -> None:
-    """Change the format version of a directory, and update the digest."""
+    """Make a directory one of format 2, 3, 4 or 5, which have no settled steps."""
+    with closing(Catalog(directory / "catalog.sqlite")) as catalog, catalog.transaction():
+        for job in catalog.load():
+            catalog.set_settled(job.spec.stored_as, None)
     with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
+        db.execute("ALTER TABLE jobs DROP COLUMN settled")
         db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(version),))
         rows = [
             db.execute(f"SELECT {columns} FROM {table} ORDER BY {order}").fetchall()
@@ -371,17 +381,24 @@ def old_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("version", [2, 3, 4])
-async def test_formats_2_to_4_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [2, 3, 4, 5])
+async def test_formats_2_to_5_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
+    part = Layout(name="part", groups=("a",), world_size=2)
     with old_blocks() if version < 4 else nullcontext():
         async with opened(tmp_path) as engine:
             training = await Training(engine, Layout()).begin()
             await training.step()
+            on_two_nodes = await Training(engine, part).begin()
+            await on_two_nodes.step(settled=0)
+            await on_two_nodes.step(settled=1)
     set_version(tmp_path, version)
     migrate(tmp_path)
-    assert version_of(tmp_path) == "5"
+    assert version_of(tmp_path) == "6"
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, Layout(), [1])
+    await asyncio.to_thread(assert_reads, reader, part, [1, 2])
+    # The store had deleted the steps of each job that are older than the settled one.
+    assert reader.settled == {"job": 1, "part": 1}
     assert set(reader.block_sizes.values()) == {OLD_BLOCK if version < 4 else BLOCK}
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open()

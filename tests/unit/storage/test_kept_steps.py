@@ -152,7 +152,7 @@ async def test_what_cannot_be_kept_is_refused_and_changes_nothing(tmp_path: Path
         with pytest.raises(InvalidRequestError, match="line feed"):
             await engine.keep(training.job, 2, "a\nb")
         new = await engine.open_job(Layout(name="new").job(), may_exist=True, must_exist=False)
-        with pytest.raises(ConflictError, match="job 'new' has no committed step to keep yet"):
+        with pytest.raises(ConflictError, match="job 'new' has no committed step yet"):
             await engine.keep(new, None, "none")
         assert list(engine.kept_steps("job")) == ["one"]
 

@@ -113,7 +113,7 @@ async def lay_out(training: Training, spec: JobSpec, *, settled: int | None = No
 
 async def assert_holds(engine: Engine, job: Job, layout: Layout, trained: int) -> None:
     """Check that all tensors of a job's newest step are those of torch after `trained` steps, bit for bit."""
-    reader = await engine.open_reader(job)
+    reader = await engine.open_reader(job, unsettled=True)
     for (_, fqn, kind), expected in Training(engine, layout).reference.states(trained).items():
         data = await piece(reader, fqn, kind, 0, len(expected))
         assert torch.equal(torch.frombuffer(data, dtype=layout.dtype(kind).torch), expected), f"{fqn} {kind}"

@@ -282,5 +282,5 @@ async def test_a_reader_for_which_there_is_no_room_is_refused_and_training_goes_
 async def test_a_job_without_a_step_has_nothing_to_read(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUTS["nvme"]).open(must_exist=False)
-        with pytest.raises(ConflictError, match="no committed step to read yet"):
+        with pytest.raises(ConflictError, match="no committed step yet"):
             await engine.open_reader(training.job)
