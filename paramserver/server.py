@@ -43,6 +43,7 @@ from paramserver.lenders import lenders_of
 from paramserver.metrics.collector import StoreCollector
 from paramserver.metrics.durations import Durations
 from paramserver.metrics.endpoint import MetricsEndpoint
+from paramserver.metrics.visitors import MOST_VISITORS
 from paramserver.page.data import PageData
 from paramserver.page.history import INTERVAL_SECONDS, History
 from paramserver.page.steps import StepLog
@@ -105,13 +106,16 @@ STOP_COMMIT_SECONDS = 30.0
 HEARTBEATS_OF_A_TIMEOUT = 5
 # Limits of `health_listen`. Every caller gets an answer there, so they allow only a few probes at once, each with a few
 # bytes.
+HEALTH_CONNECTIONS = 32
 HEALTH_LIMITS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4096),
-    ("grpc.max_allowed_incoming_connections", 32),
+    ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
     ("grpc.max_concurrent_streams", 8),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 30_000),
+    # A probe takes milliseconds. A call of Watch never ends, so its connection is ended with it.
+    ("grpc.max_connection_age_ms", 5_000),
+    ("grpc.max_connection_age_grace_ms", 100),
 )
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"]
@@ -473,8 +477,9 @@ def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
     """Return gRPC's options for connections. gRPC applies the limit of connections to each listener separately."""
     idle_millis = int(config.connection_idle_seconds * 1000)
     listeners = 1 if config.listen is None else 2
+    elsewhere = (MOST_VISITORS if config.metrics_listen else 0) + (HEALTH_CONNECTIONS if config.health_listen else 0)
     return [
-        ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions)),
+        ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions, elsewhere)),
         # The time for the TLS handshake and the first HTTP/2 frame of a client.
         ("grpc.server_handshake_timeout_ms", idle_millis),
         # The longest time for which a connection may have no call under way. The stream of a session is a call, so it

@@ -51,6 +51,8 @@ class ArenaSocket:
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
         self._fd = fd
+        # The users that were refused, so that the log has one line for each.
+        self._refused: set[int] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(system_path(path))
@@ -82,12 +84,17 @@ class ArenaSocket:
             with connection:
                 try:
                     if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
-                        log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
+                        self._refuse(uid)
                         continue
                     # This cannot block, because the buffer of a new connection has room for one byte.
                     socket.send_fds(connection, [b"a"], [self._fd])
                 except OSError as error:
                     log.warning("a client left before it got the arena: %s", os.strerror(error.errno or 0))
+
+    def _refuse(self, uid: int) -> None:
+        if uid not in self._refused:
+            log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
+            self._refused.add(uid)
 
 
 def _peer_uid(connection: socket.socket) -> int:

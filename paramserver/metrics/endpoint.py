@@ -1,17 +1,18 @@
 """The HTTP endpoint of metrics and page, on threads of its own, so that a slow reader never holds up the event loop.
 
-This module owns the listening socket and the threads. It must never answer more than a few requests at once, must never
-wait for a silent client without bound, and must never show figures to a caller who has no right to see them.
+This module owns the listening socket and the threads. It must never make more than a few answers at once, and must
+never show figures to a caller who has no right to see them. visitors.py decides which connections stay open.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import logging
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from socketserver import ThreadingMixIn
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -21,8 +22,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from paramserver.contract.address import host_and_port, is_loopback
 from paramserver.errors import StartError
+from paramserver.metrics.visitors import MOST_VISITORS, Visitor, Visitors
 from paramserver.page.data import PageData
 from paramserver.page.web import CONFINED, document
+from paramserver.process.background import ANSWER_SECONDS
 from paramserver.security.gate import Gate, RefusedError, UnauthenticatedError, check_admin
 from paramserver.security.tls import CertificateFiles, HttpsContext
 
@@ -31,32 +34,65 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 PAGE_PATH = "/"
 DATA_PATH = "/data.json"
-MOST_REQUESTS = 8
-_SILENCE_SECONDS = 10.0
-# The most seconds from the acceptance of a connection to the end of its answer, however slowly the client goes on.
-_REQUEST_SECONDS = 60.0
+# The most answers with figures that are made at once. Only callers who may see the figures wait for their turn.
+MOST_ANSWERS = 8
+# The most bytes of a request, which is a GET with some headers. Browsers send less than 2 kB, Prometheus 300 bytes.
+_MOST_REQUEST_BYTES = 16 << 10
 # The most digits of a sample's number in a request. A daemon that takes a sample every two seconds never reaches a
 # longer number.
 _MOST_DIGITS = 18
 # A tuple, because the HTTP server adds headers to the list that it gets; each answer makes a list of its own from it.
 _PLAIN = (("Content-Type", "text/plain; charset=utf-8"),)
+# The pause after an accept that the kernel refused.
+_RETRY_SECONDS = 0.2
+# The key of the visitor in the environment of a request.
+_VISITOR = "paramserver.visitor"
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _SILENCE_SECONDS
+    """The answer to one request. A connection has no second one."""
+
+    def __init__(self, visitor: Visitor, client_address: Any, server: _Server) -> None:
+        self._visitor = visitor
+        super().__init__(visitor.connection, client_address, server)
+
+    def setup(self) -> None:
+        super().setup()
+        # The library would take up to 100 headers of 64 KiB from each stranger, so it gets a request of limited size.
+        self.rfile.close()
+        self.rfile = io.BytesIO(_request_of(self._visitor.connection))
+
+    def get_environ(self) -> dict[str, Any]:
+        return {**super().get_environ(), _VISITOR: self._visitor}
+
+    def get_stderr(self) -> Any:
+        # The library writes a stack when a client leaves in the middle of its answer. A fault of the daemon is logged
+        # where it happens.
+        return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s: " + format, self.client_address[0], *args)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 2 * MOST_REQUESTS
+def _request_of(connection: socket.socket) -> bytes:
+    """Return the request's line and headers. Raise OSError if they do not come, or are larger than allowed."""
+    request = b""
+    while b"\r\n\r\n" not in request:
+        received = connection.recv(_MOST_REQUEST_BYTES - len(request))
+        if not received:
+            raise ConnectionAbortedError("the request has no end, or is too large")
+        request += received
+    return request
+
+
+class _Server(WSGIServer):
+    # The kernel's queue of connections that wait for a place among the visitors.
+    request_queue_size = 8 * MOST_VISITORS
 
     def __init__(self, host: str, port: int, wrap: Callable[[socket.socket], socket.socket]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.visitors = Visitors()
         self._wrap = wrap
-        self._free = threading.BoundedSemaphore(MOST_REQUESTS)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -69,60 +105,57 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            log.warning("metrics: a request was dropped, because %d are under way", MOST_REQUESTS)
-            self.shutdown_request(request)
-            return
+    def get_request(self) -> tuple[Any, Any]:
         try:
-            super().process_request(request, client_address)
-        except RuntimeError:
-            # The operating system refused to start the thread that serves the request, so nothing else would release
-            # the permit that was acquired above.
-            self._free.release()
+            return super().get_request()
+        except OSError:
+            # The kernel refuses to accept a connection, for example because the process has no free descriptor. The
+            # connection waits in the kernel's queue, so the caller would try again without a pause.
+            time.sleep(_RETRY_SECONDS)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def service_actions(self) -> None:
+        self.visitors.look()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        visitor = self.visitors.admit(request, client_address[0])
+        serving = threading.Thread(target=self._serve, args=(visitor, client_address), daemon=True)
         try:
-            with _time_limit(request):
-                request.settimeout(_SILENCE_SECONDS)
-                # The handshake is done here and not where connections are accepted, so that a client that never
-                # answers holds up this thread alone.
-                super().process_request_thread(self._wrap(request), client_address)
-        except (OSError, RuntimeError) as error:
-            # A RuntimeError says that the thread of the time limit was not started.
-            log.debug("metrics: the connection from %s failed: %s", client_address[0], error)
-            self.shutdown_request(request)
+            serving.start()
+        except RuntimeError:
+            # The operating system refused to start the thread. The caller closes the connection.
+            self.visitors.leave(visitor)
+            raise
+
+    def _serve(self, visitor: Visitor, client_address: Any) -> None:
+        try:
+            if self._shake_hands(visitor):
+                _Handler(visitor, client_address, self)
+        except Exception:
+            self.handle_error(None, client_address)
         finally:
-            self._free.release()
+            self.visitors.leave(visitor)
+            self.shutdown_request(visitor.connection)
+
+    def _shake_hands(self, visitor: Visitor) -> bool:
+        """Return whether a visitor may go on, after TLS where there is TLS.
+
+        This is done on the visitor's thread, so that a client that never answers holds up this thread alone. It raises
+        OSError if the client leaves.
+        """
+        visitor.go_on_with(self._wrap(visitor.connection))
+        if isinstance(visitor.connection, ssl.SSLSocket):
+            try:
+                visitor.connection.do_handshake()
+            except ssl.SSLEOFError:
+                raise
+            except ssl.SSLError as error:
+                self.visitors.note_refusal(visitor, f"without TLS ({error.reason})")
+                return False
+        return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("metrics: a request of %s failed", client_address[0], exc_info=True)
-
-
-@contextlib.contextmanager
-def _time_limit(connection: socket.socket) -> Iterator[None]:
-    """End a connection after _REQUEST_SECONDS, unless the context ends first.
-
-    The connection's thread then sees the end.
-    """
-    # A duplicate is ended, because HTTPS replaces the connection by another socket object, which is closed on its own.
-    with connection.dup() as duplicate:
-        limit = threading.Timer(_REQUEST_SECONDS, _cut_off, [duplicate])
-        limit.daemon = True
-        limit.start()
-        try:
-            yield
-        finally:
-            limit.cancel()
-            # The duplicate must not be closed while the timer uses it.
-            limit.join()
-
-
-def _cut_off(connection: socket.socket) -> None:
-    # The client may have ended the connection already.
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        log.debug("metrics: a connection of %s failed", client_address[0], exc_info=True)
 
 
 class MetricsEndpoint:
@@ -166,6 +199,7 @@ class MetricsEndpoint:
         # its own name, once it has let that name lead to a loopback address.
         self._asks_for_name = bool(names) or (certificates is None and is_loopback(address))
         self._names = {name.lower() for name in names}
+        self._answers = threading.BoundedSemaphore(MOST_ANSWERS)
         self._server.set_app(self._answer)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -173,6 +207,7 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Stop answering. Do not call this on the event loop's thread, because a last answer may need the loop."""
+        self._server.visitors.close()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -223,15 +258,23 @@ class MetricsEndpoint:
         start_response: StartResponse,
     ) -> Iterable[bytes]:
         """Answer with figures of the daemon, if the caller may see them and the event loop gives them."""
+        visitor: Visitor = environ[_VISITOR]
         try:
             check_admin(self._gate.principal_of(environ.get("HTTP_AUTHORIZATION")))
         except RefusedError as error:
+            self._server.visitors.note_refusal(visitor, f"with {error}")
             unknown = isinstance(error, UnauthenticatedError)
             challenge = [("WWW-Authenticate", "Bearer")] if unknown else []
             start_response("401 Unauthorized" if unknown else "403 Forbidden", [*_PLAIN, *challenge])
             return [b"this needs the token of an admin: Authorization: Bearer TOKEN\n"]
+        visitor.be_known()
         try:
-            return answer(environ, start_response)
+            if not self._answers.acquire(timeout=ANSWER_SECONDS):
+                raise TimeoutError
+            try:
+                return answer(environ, start_response)
+            finally:
+                self._answers.release()
         except TimeoutError:
             start_response("503 Service Unavailable", [*_PLAIN])
             return [b"the daemon's event loop did not answer\n"]
@@ -252,4 +295,4 @@ def _wrapping(certificates: CertificateFiles | None) -> Callable[[socket.socket]
     if certificates is None:
         return lambda connection: connection
     context = HttpsContext(certificates)
-    return lambda connection: context.current().wrap_socket(connection, server_side=True)
+    return lambda connection: context.current().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)

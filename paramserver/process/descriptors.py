@@ -25,14 +25,16 @@ BESIDE_SESSIONS = 64
 LEAST_CONNECTIONS = 8
 
 
-def connections_of_a_listener(listeners: int, max_sessions: int) -> int:
+def connections_of_a_listener(listeners: int, max_sessions: int, elsewhere: int = 0) -> int:
     """Return how many connections each listener may have at once. Call this after the daemon has opened its files.
+
+    `elsewhere` is the most connections that the daemon has besides those of these listeners.
 
     Raises:
         StartError: the limit of open files leaves room for fewer than LEAST_CONNECTIONS.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = sum(1 for _ in Path("/proc/self/fd").iterdir()) + RESERVED
+    taken = sum(1 for _ in Path("/proc/self/fd").iterdir()) + RESERVED + elsewhere
     wanted = max_sessions + BESIDE_SESSIONS
     enough = taken + listeners * wanted
     if limit == resource.RLIM_INFINITY or limit >= enough:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -14,10 +15,13 @@ from paramserver.contract.channel import channel_to
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
+from paramserver.server import HEALTH_CONNECTIONS
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import CHANNEL_OPTIONS, SERVICE, Daemon, admin_of, run_serve
 from tests.integration.support.ranks import free_port
+from tests.integration.support.waiting import wait_until
 
+SECONDS = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -25,6 +29,13 @@ def status_at(address: str, service: str) -> int:
     with channel_to(address) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
         return int(answer.status)
+
+
+def is_serving_at(address: str) -> bool:
+    try:
+        return status_at(address, "") == SERVING
+    except grpc.RpcError:
+        return False
 
 
 def code_of_tiers(address: str) -> grpc.StatusCode | None:
@@ -80,3 +91,15 @@ def test_an_address_of_the_probes_that_is_taken_ends_the_start_before_a_client_i
         call.cancel()
     assert ended.returncode == 1
     assert f"cannot listen on health_listen address {address}" in ended.stderr
+
+
+def test_callers_that_watch_for_ever_do_not_keep_probes_out(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Daemon(tmp_path / "state", {"health_listen": address}), ExitStack() as cleanup:
+        for _ in range(HEALTH_CONNECTIONS):
+            channel = cleanup.enter_context(channel_to(address, options=CHANNEL_OPTIONS))
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+            assert next(watch).status == SERVING
+        with pytest.raises(grpc.RpcError):
+            status_at(address, "")
+        wait_until(lambda: is_serving_at(address))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paramserver.metrics.endpoint import MOST_REQUESTS
+from paramserver.metrics.visitors import LOG_SECONDS, MOST_VISITORS
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
@@ -31,8 +34,8 @@ from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 SECONDS = 30.0
-
-T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+HOSTILE = 64
 
 
 def read(address: str, token: str = "", path: str = "/metrics", context: ssl.SSLContext | None = None) -> str:
@@ -51,34 +54,23 @@ def status_of(address: str, token: str = "", path: str = "/metrics") -> int:
     return caught.value.code
 
 
-def when_free(ask: Callable[[], T]) -> T:
-    """Return what `ask` returns; ask again while the endpoint has no free thread.
-
-    A thread is free a moment after its caller has the answer.
-    """
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            return ask()
-        except ConnectionError:
-            assert time.monotonic() < deadline, "no thread of the endpoint became free"
-
-
-def turned_away_beside(silent: list[socket.socket], address: str) -> bool:
-    """Return whether a request is turned away while one silent caller more is connected, which is added to `silent`."""
-    host, _, port = address.rpartition(":")
-    silent.append(socket.create_connection((host, int(port))))
-    try:
-        read(address)
-    except OSError:
-        return True
-    return False
-
-
 def answer_to_a_hostile_request(host: str, port: int) -> bytes:
     with socket.create_connection((host, port)) as hostile:
         hostile.sendall(b"\x16\x03\x01" + bytes(200) + b"\r\n\r\n")
         return hostile.recv(64)
+
+
+def tls_of(directory: Path) -> dict[str, str]:
+    """Return the keys of the configuration for mutual TLS with the certificates of a directory."""
+    names = (("certificate", "server"), ("key", "server-key"), ("client_ca", "ca"))
+    return {f"tls_{key}": str(directory / f"{name}.pem") for key, name in names}
+
+
+def known_client(directory: Path) -> ssl.SSLContext:
+    """Return the TLS context of a client whose certificate the daemon accepts."""
+    known = ssl.create_default_context(cafile=str(directory / "ca.pem"))
+    known.load_cert_chain(directory / "client.pem", directory / "client-key.pem")
+    return known
 
 
 def scrape(address: str) -> Mapping[tuple[str, ...], float]:
@@ -177,23 +169,76 @@ def test_parked_gradients_are_counted_on_the_tier_that_has_them(tmp_path: Path) 
         assert gradients() == (0, 0)
 
 
-def test_the_endpoint_answers_while_other_callers_are_silent(tmp_path: Path) -> None:
+@contextmanager
+def hostile_clients(address: str, count: int, *certificates: str) -> Iterator[None]:
+    """Have hostile clients connect to the endpoint, in another process, until the end of the context."""
+    command = [sys.executable, "-m", "tests.integration.support.hostile_http", address.rpartition(":")[2], str(count)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *certificates], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as hostile:
+        assert hostile.stdout is not None and hostile.stdin is not None
+        assert hostile.stdout.readline() == "connected\n"
+        yield
+        assert hostile.poll() is None, "the hostile clients have given up"
+
+
+@pytest.mark.parametrize("protocol", ["plain", "mutual TLS"])
+def test_every_scrape_is_answered_beside_hostile_clients(tmp_path: Path, protocol: str) -> None:
+    """They are silent, send a byte now and then, begin a handshake, guess a token, and come again at once."""
+    address, context = f"127.0.0.1:{free_port()}", None
+    certificates: tuple[str, ...] = ()
+    operator = add_token(tmp_path / "tokens.toml", "operator", Role.ADMIN)
+    config = {"metrics_listen": address, "token_file": str(tmp_path / "tokens.toml")}
+    if protocol == "mutual TLS":
+        make_certificates(tmp_path, ["127.0.0.1"], ["client"], 1)
+        config |= tls_of(tmp_path)
+        context, certificates = known_client(tmp_path), (str(tmp_path),)
+    with Daemon(tmp_path / "state", config) as daemon:
+        began = time.monotonic()
+        with hostile_clients(address, HOSTILE, *certificates):
+            answers = [read(address, operator, context=context) for _ in range(100)]
+            wait_until(lambda: "with an unknown token" in daemon.log)
+        assert all("paramserver_build_info" in answer for answer in answers)
+        lines = [line for line in daemon.log.splitlines() if "metrics_listen: refused" in line]
+        assert len(lines) <= 1 + (time.monotonic() - began) / LOG_SECONDS, "the log is bounded"
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+
+
+def test_more_connections_than_there_are_places_give_way_to_later_ones(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     host, port = "127.0.0.1", int(address.rpartition(":")[2])
-    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
-        silent = [socket.create_connection((host, port)) for _ in range(MOST_REQUESTS - 1)]
-        try:
+    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon, ExitStack() as cleanup:
+        silent = [cleanup.enter_context(socket.create_connection((host, port))) for _ in range(MOST_VISITORS + 8)]
+        for _ in range(3):
             assert "paramserver_build_info" in read(address)
-            assert when_free(lambda: status_of(address, path="/metric")) == 404
-            assert b"200" not in when_free(lambda: answer_to_a_hostile_request(host, port))
-            # A silent caller more takes the last thread, so the endpoint turns the next caller away at once. More of
-            # them may be needed, because it turns the silent one away, too, while the thread of the hostile one ends.
-            wait_until(lambda: turned_away_beside(silent, address))
-        finally:
-            for connection in silent:
-                connection.close()
+        assert status_of(address, path="/metric") == 404
+        assert b"200" not in answer_to_a_hostile_request(host, port)
+        # The oldest have given way, and the others keep their places.
+        silent[0].settimeout(SECONDS)
+        assert silent[0].recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+        wait_until(lambda: "gave way to others; the last was from 127.0.0.1" in daemon.log)
         assert daemon.stop() == 0, "a stop does not wait for callers"
         assert "Traceback" not in daemon.log
+
+
+def test_a_stranger_cannot_have_a_large_request_collected(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    host, port = "127.0.0.1", int(address.rpartition(":")[2])
+    header = b"X: " + b"x" * 1000 + b"\r\n"
+
+    def answer(headers: int) -> bytes:
+        with socket.create_connection((host, port), timeout=SECONDS) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + header * headers + b"\r\n")
+            return stranger.recv(64)
+
+    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
+        assert b"200" in answer(14)
+        with contextlib.suppress(ConnectionError):
+            assert answer(50) == b""
+        assert daemon.stop() == 0
 
 
 def test_metrics_need_the_token_of_an_admin(tmp_path: Path) -> None:
@@ -212,16 +257,8 @@ def test_metrics_need_the_token_of_an_admin(tmp_path: Path) -> None:
 def test_metrics_over_mutual_tls(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     make_certificates(tmp_path, ["127.0.0.1"], ["client"], 1)
-    config = {
-        "metrics_listen": address,
-        **{
-            f"tls_{key}": str(tmp_path / f"{name}.pem")
-            for key, name in (("certificate", "server"), ("key", "server-key"), ("client_ca", "ca"))
-        },
-    }
-    stranger = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-    known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-    known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client-key.pem")
+    config = {"metrics_listen": address} | tls_of(tmp_path)
+    stranger, known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem")), known_client(tmp_path)
     with Daemon(tmp_path / "state", config) as daemon:
         assert "paramserver_build_info" in read(address, context=known)
         with pytest.raises(OSError):
