@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from trainer_client.config.keys import all_paths, sections_in
+from trainer_client.config.keys import sections_in
 from trainer_client.config.older_names import OLDER_NAMES
+from trainer_client.config.top_level import meant
 from trainer_client.section import Section
 from trainer_client.standing import REFUSED_ERROR
 
@@ -83,16 +84,14 @@ class _Explainer:
     def _hint(self, location: tuple[str, ...]) -> str:
         """Return what to do about an unknown key.
 
-        If an unknown key of the whole config is the key of a section, the hint names it with its section. Otherwise it
-        names the known key with the most similar name.
+        The hint names the known key with the most similar name, if one is similar enough.
         """
-        beside = self._keys_beside(location)
-        key = location[-1]
-        elsewhere = [path for path in all_paths(self._model) if path.rpartition(".")[2] == key]
-        if len(location) == 1 and elsewhere:
-            return f"did you mean {elsewhere[0]}?"
-        if near := difflib.get_close_matches(key, beside, n=1):
-            return f"did you mean {near[0]}?"
+        if len(location) == 1:
+            near = meant(location[0], self._model)
+        else:
+            near = next(iter(difflib.get_close_matches(location[-1], self._keys_beside(location), n=1)), None)
+        if near is not None:
+            return f"did you mean {near}?"
         return "remove it; docs/config.md lists the known keys"
 
     def _keys_beside(self, location: tuple[str, ...]) -> list[str]:

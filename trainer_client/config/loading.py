@@ -1,7 +1,7 @@
 """The reading of a training config: from a file or a dict to a checked TrainingConfig.
 
-This module owns the order of the steps: older names, "auto", the types of keys, and then the keys that restrict each
-other.
+This module owns the order of the steps: dotted keys, older names, keys that nothing reads, "auto", the types of keys,
+and then the keys that restrict each other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trainer_client.config.automatic import resolve_automatic
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.explanation import Choice, explain
 from trainer_client.config.older_names import with_todays_names
+from trainer_client.config.top_level import with_sections, without_unknown
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.optimizers.registry import OPTIMIZERS, canonical_name, why_refused
@@ -54,14 +55,17 @@ def load_config(
         ConfigError: the message names each refused key in full, its value, and what to write instead.
     """
     written = source if isinstance(source, Mapping) else read_config_file(Path(source))
-    raw = {key: value for key, value in written.items() if not str(key).startswith(_COMMENTS)}
-    raw = _with_canonical_type(with_todays_names(raw))
+    raw = {str(key): value for key, value in written.items() if not str(key).startswith(_COMMENTS)}
+    raw, overridden = with_sections(raw, TrainingConfig)
+    raw, unknown = without_unknown(with_todays_names(raw), TrainingConfig)
+    raw = _with_canonical_type(raw)
     raw, automatic = resolve_automatic(raw, TrainingConfig, dtypes)
     try:
         config = TrainingConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain(error, TrainingConfig, _CHOICES)) from None
     config.note_automatic(tuple(automatic))
+    config.note_ignored(overridden | unknown)
     _check_together(config, environ)
     return config
 

@@ -23,7 +23,7 @@ _NOT_MOVED = "no boundaries are moved, because activation_checkpointing.cpu_chec
 
 def keys_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the keys that are set to another value than their default and have no effect, with the reason of each."""
-    return dict(_marked(config)) | dict(_by_circumstance(config, environ))
+    return dict(config.ignored) | dict(_marked(config)) | dict(_by_circumstance(config, environ))
 
 
 def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> str | None:

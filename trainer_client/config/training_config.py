@@ -37,6 +37,7 @@ class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, Preci
 
     Attributes:
         automatic: the dotted names of the honoured keys that were "auto" in the config that was read.
+        ignored: the keys at the top of the config that was read which are no keys of this class, with the reason.
     """
 
     optimizer: AnyOptimizerSection | None = Field(
@@ -50,6 +51,7 @@ class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, Preci
     paramserver: ParamserverSection = Field(default=ParamserverSection(), description="the store")
 
     _automatic: tuple[str, ...] = PrivateAttr(default=())
+    _ignored: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def automatic(self) -> tuple[str, ...]:
@@ -59,6 +61,15 @@ class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, Preci
     def note_automatic(self, paths: tuple[str, ...]) -> None:
         """Store the names of the keys that were "auto". The reader of the config calls this once."""
         self._automatic = paths
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        """The keys at the top of the config that was read which are no keys of this class, with the reason."""
+        return self._ignored
+
+    def note_ignored(self, keys: Mapping[str, str]) -> None:
+        """Store the keys that were read and have no effect. The reader of the config calls this once."""
+        self._ignored = keys
 
     def value_at(self, path: str) -> Any:
         """Return the value of a key by its dotted name; None within a section that is not there."""

@@ -165,8 +165,9 @@ class ZeroSection(Section):
         WithoutEffect(why="the store updates tiles that fit the processor's cache"),
         Field(description="elements that the optimizer updates at a time"),
     ] = 1_000_000_000
+    # transformers and TRL write 0.9 times the square of the hidden size, which need not be a whole number.
     stage3_prefetch_bucket_size: Annotated[
-        int, WithoutEffect(why=_STORE_READS), Field(description="elements that are gathered ahead of use")
+        float, WithoutEffect(why=_STORE_READS), Field(description="elements that are gathered ahead of use")
     ] = 50_000_000
     stage3_param_persistence_threshold: Annotated[
         int, WithoutEffect(why=_UNITS_STAY), Field(description="parameters up to this size stay whole")

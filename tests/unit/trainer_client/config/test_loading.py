@@ -73,7 +73,7 @@ def test_two_paths_are_accepted_where_neither_counts() -> None:
         (config(grad_clipping=1.0), ["grad_clipping is unknown", "did you mean gradient_clipping?"]),
         (config(overlap_comm=True), ["overlap_comm is unknown", "did you mean zero_optimization.overlap_comm?"]),
         (config(offload_optimizer={}), ["did you mean zero_optimization.offload_optimizer?"]),
-        (config(frobnicate=True), ["frobnicate is unknown", "remove it", "docs/config.md"]),
+        (zero(frobnicate=True), ["zero_optimization.frobnicate is unknown", "remove it", "docs/config.md"]),
         (zero(stage3_prefetch_bucket=1), ["did you mean stage3_prefetch_bucket_size?"]),
         (config(paramserver={"host_buget": 1}), ["paramserver.host_buget", "did you mean host_budget"]),
         (zero(offload_param={"device": "nvme", "pin_memory": "?"}), ["zero_optimization.offload_param.pin_memory"]),
