@@ -460,35 +460,46 @@ class Engine(EngineMemory):
         stays in the store.
         """
         self._require_between_steps("the end of the engine's use of its model")
-        self._hooks.give_up_model()
-        self._tiling.remove()
-        self._refusals.remove()
-        disown(self._parameters_of_model)
-        self._has_model = False
+        self._was_taken_over = True
+        self._leave_model(self._hooks.give_up_model)
 
-    def hand_back_model(self) -> None:
-        """Make the model a plain one that has its present weights, between two steps. All ranks must call this.
+    def _leave_model(self, leave: Callable[[], None]) -> None:
+        """Make the model a plain one. `leave` removes the hooks, and leaves its parameters to the user."""
+        if self._has_model:
+            self._has_model = False
+            leave()
+            self._tiling.remove()
+            self._refusals.remove()
+            disown(self._parameters_of_model)
 
-        Its parameters are whole, on the CPU, in the dtype that they have. The engine can only be closed afterwards.
+    def hand_over_model(self) -> None:
+        """Make the model a plain one that has its present weights, and close the engine. All ranks must call this.
+
+        Its parameters are whole, on the CPU, in the dtype that they have.
+
+        Raises:
+            RuntimeError: a step is under way, at stage 3.
         """
-        self._require_between_steps("the end of the engine's use of its model")
         if self.global_rank == 0:
             log.warning(
-                "the model of job %s is taken over at step %d by a later initialize(), so this engine can only be "
-                "closed",
+                "the model of job %s is taken over at step %d by a later initialize(), so this engine is closed",
                 self._settings.paramserver.job,
                 self.global_steps,
             )
-        weights = self.full_state_dict()
-        self.give_up_model()
-        with torch.no_grad():
-            for parameter in self._parameters_of_model:
-                parameter.tensor.copy_(weights.pop(parameter.fqn))
+        if self._is_sharded:
+            self._require_between_steps("the end of the engine's use of its model")
+            weights = self.full_state_dict()
+            self._leave_model(self._hooks.give_up_model)
+            with torch.no_grad():
+                for parameter in self._parameters_of_model:
+                    parameter.tensor.copy_(weights.pop(parameter.fqn))
+        self.close()
+        self._was_taken_over = True
         self.module.cpu()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine was closed, so that its model has no weights."""
+        """Whether the engine was closed."""
         return self._closed
 
     @property
@@ -523,6 +534,9 @@ class Engine(EngineMemory):
     def close(self) -> None:
         """Commit the last step, wait for the other ranks, leave the job, and stop the daemon that belongs to it.
 
+        At stages 0 to 2 the model is a plain one afterwards, with its weights, on the device. At stage 3 it has none,
+        because they are in the store.
+
         A repeated call has no effect, and a step that is committed already is not committed again. All ranks must call
         this, because a rank that leaves early would take the daemon away from ranks that still read.
         """
@@ -548,8 +562,12 @@ class Engine(EngineMemory):
         self._store.stop_reattaching()
         self._hooks.stop_watching_gradients()
         self._refusals.allow_changes()
-        with self._resources:
-            self.wait_for_commit()
+        try:
+            with self._resources:
+                self.wait_for_commit()
+        finally:
+            if not self._is_sharded:
+                self._leave_model(self._hooks.leave_model)
 
     def _meet(self) -> None:
         """Wait for the other ranks at the end of the run. All ranks must call this. A failure is only logged."""

@@ -110,20 +110,22 @@ class EngineCore(EngineGetters):
         self._resources = resources
         self._closed = False
         self._was_step_applied = False
-        is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
-        self._refusals = ModelRefusals(user.module, is_sharded=is_sharded)
+        self._is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
+        self._refusals = ModelRefusals(user.module, is_sharded=self._is_sharded)
         self._parameters_of_model = user.parameters
+        # Whether the model has this engine's hooks; and whether it was given to a later engine, or to a checkpoint.
         self._has_model = True
+        self._was_taken_over = False
 
     def _require_open(self) -> None:
         """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        if not self._has_model:
+        if self._was_taken_over:
             raise RuntimeError(
                 "the engine has no model any more, because load_state_dict_from_zero_checkpoint() has made it a plain "
                 "one, or a later initialize() has taken it over: close this engine, and call initialize() to train on"
             )
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         if self._hooks.has_lost_backward:
             self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))
         if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.OFFLOADED, Phase.FAILED):

@@ -32,7 +32,7 @@ from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.first_import import import_at_start
 from trainer_client.inference.engine import InferenceEngine
-from trainer_client.inference.opening import InitialArguments, open_engine
+from trainer_client.inference.opening import InitialArguments, open_engine, take_over
 from trainer_client.inference.whole_engine import WholeEngine, open_whole_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
@@ -62,6 +62,7 @@ from trainer_client.section import Agreement
 from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.transport.attachments import Survival
+from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.pinning import driver_of
 from trainer_client.transport.rank_store import RankStore
 
@@ -104,7 +105,8 @@ def initialize(
             under `trainer_client.zero.Init()`, or under torch.device("meta") if its own functions can initialise it.
             Afterwards the parameters live in the store. A new job begins with the initial values of rank 0; on a
             resume the initial values do not matter. A model of an open engine leaves that engine, with the weights and
-            in the dtype that it has there; the former engine can only be closed then.
+            in the dtype that it has there; the former engine is closed then. A model of an engine that was closed has
+            its weights at stages 0 to 2.
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
@@ -172,7 +174,7 @@ def initialize(
             parameters,
             settings,
             policy,
-            InitialArguments(weights, strict_weights, param_init_fn),
+            InitialArguments(weights, strict_weights, param_init_fn, former_engines),
             processes=(dist_init_required, distributed_port),
             prefer_streams=prefer_streams,
         )
@@ -230,11 +232,13 @@ def initialize(
             world_size=collectives.world_size,
             collate_fn=collate_fn,
         )
-        store, log_context = _connect(settings, collectives, local_rank, prefer_streams, recorder, resources)
+        # A former engine is closed when this one shares the process group and the daemon with it, so that these stay.
+        store_address = find_store(settings, collectives, local_rank, resources)
+        take_over(former_engines)
+        store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
-        _hand_back(former_engines)
         is_imported = checkpoint is not None and import_at_start(
             checkpoint, settings, store, collectives, model, parameters
         )
@@ -334,17 +338,11 @@ def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
             )
         elif is_owned(parameter.tensor):
             raise ConfigError(
-                f"initialize(model=...): parameter {parameter.fqn} of the model belongs to an engine that was closed "
-                "or deleted, and its values are in the store: build the model anew; or call initialize() before the "
-                "engine is closed, which takes the model over with its weights"
+                f"initialize(model=...): parameter {parameter.fqn} of the model belongs to an engine of stage 3 that "
+                "was closed or deleted, and its values are in the store: build the model anew; or call initialize() "
+                "before the engine is closed, which takes the model over with its weights"
             )
     return list(engines.values())
-
-
-def _hand_back(engines: Sequence[Engine]) -> None:
-    """Make the models of these engines plain ones, with their weights. All ranks must call this."""
-    for engine in engines:
-        engine.hand_back_model()
 
 
 def _open_without_optimizer(
@@ -358,7 +356,6 @@ def _open_without_optimizer(
     prefer_streams: bool,
 ) -> InferenceEngine | WholeEngine:
     """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
-    _hand_back(_former_engines(parameters))
     if comm.get_rank() == 0 and (without_effect := describe_without_effect(settings, os.environ)):
         log.warning("%s", without_effect)
     if settings.paramserver.tiling != TilingSection():
@@ -483,21 +480,19 @@ def _declare(
 
 def _connect(
     settings: TrainingConfig,
+    address: str,
+    credentials: Credentials,
     collectives: Collectives,
-    local_rank: int,
     prefer_streams: bool,
     recorder: Recorder,
     resources: ExitStack,
 ) -> tuple[RankStore, LogContext]:
-    """Open a session with the operator's daemon, or with one that the first rank of this node starts.
-
-    All ranks must call this.
+    """Open a session with the daemon at `address`.
 
     Return the store, and what this rank's log records carry from now on.
     """
     log_context = begin_log_context(settings.paramserver.job)
     log_context.rank = collectives.rank
-    address, credentials = find_store(settings, collectives, local_rank, resources)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
     log_context.session = client
     trace_parent = None if settings.paramserver.telemetry is None else TraceParent()

@@ -115,10 +115,10 @@ def test_a_model_of_an_open_engine_is_taken_over_with_its_weights(
     again = begin("again", first.module)
     with pytest.raises(RuntimeError, match=r"a later initialize\(\) has taken it over"):
         first(torch.ones(4, 24))
+    assert first.is_closed
     with again:
         losses = list(steps(again, STEPS))
         trained = again.full_state_dict()
-    first.close()
 
     plain = Net()
     for parameter in plain.parameters():
@@ -138,6 +138,47 @@ def test_a_model_of_a_closed_engine_is_refused(model_store: str, job: str) -> No
             trainer_client.initialize(model=model, config=config)
 
 
+class LateError(torch.autograd.Function):
+    """The identity, whose backward raises an error, as one that has too little memory does."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for this batch")
+
+
+@pytest.mark.parametrize(("stage", "fails"), [(0, False), (1, True), (2, False)])
+def test_a_model_of_a_closed_engine_keeps_its_weights_below_stage_3(
+    model_store: str, job: str, stage: int, fails: bool
+) -> None:
+    """The Trainer of transformers closes its engine before it trains a model once more, also after a failed pass."""
+
+    def config(name: str) -> dict[str, Any]:
+        return config_of(model_store, f"{job}-{name}") | {"zero_optimization": {"stage": stage}}
+
+    engine = start(config("first"))
+    list(steps(engine, 1))
+    weights = engine.full_state_dict()
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.backward(LateError.apply(engine(torch.ones(4, 24))))  # type: ignore[no-untyped-call]
+    engine.destroy()
+    model = engine.module
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    # The model is a plain one, which can be called, converted and loaded.
+    model.double()(torch.ones(4, 24, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    model.float().zero_grad()
+    model.load_state_dict(weights)
+    with start(config("again"), model) as again:
+        assert all(torch.equal(value, weights[name]) for name, value in again.full_state_dict().items())
+        list(steps(again, 1))
+        assert not torch.equal(again.full_state_dict()["first.weight"], weights["first.weight"])
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_trained_model_is_passed_without_an_optimizer(model_store: str, job: str, stage: int) -> None:
     """A script trains a model, and goes on with an engine for inference."""
@@ -153,5 +194,5 @@ def test_a_trained_model_is_passed_without_an_optimizer(model_store: str, job: s
     answers = trainer_client.initialize(model=engine.module, config=config)[0]
     with torch.no_grad():
         assert torch.equal(answers.eval()(torch.ones(4, 24)), plain.eval()(torch.ones(4, 24)))
+    assert engine.is_closed
     answers.destroy()
-    engine.close()

@@ -19,6 +19,7 @@ from torch import nn
 
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
@@ -57,6 +58,17 @@ class InitialArguments:
     weights: str | Path | None = None
     strict_weights: bool = True
     param_init_fn: ParamInitFn | None = None
+    # The open engines that the model belongs to.
+    former_engines: Sequence[Engine] = ()
+
+
+def take_over(engines: Sequence[Engine]) -> None:
+    """Make the models of these engines plain ones, with their weights, and close them. All ranks must call this.
+
+    The caller shares the process group and the daemon with them already, so that these stay.
+    """
+    for engine in engines:
+        engine.hand_over_model()
 
 
 def open_engine(
@@ -98,6 +110,7 @@ def open_engine(
         address, credentials = find_store(settings, collectives, local_rank, resources)
         # The process group is left before the daemon is stopped, so that no other rank waits for a daemon that is gone.
         resources.callback(joined.close)
+        take_over(initial.former_engines)
         name = f"pid {os.getpid()} on {socket.gethostname()}, inference"
         client = StoreClientSync.connect(address, credentials=credentials, client=name, prefer_streams=prefer_streams)
         resources.callback(client.close)

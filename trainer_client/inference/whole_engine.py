@@ -18,7 +18,7 @@ from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.engine_getters import EngineGetters
 from trainer_client.errors import ConfigError, PhaseError
-from trainer_client.inference.opening import InitialArguments
+from trainer_client.inference.opening import InitialArguments, take_over
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.model.buffers import cast_buffers
@@ -155,6 +155,7 @@ def open_whole_engine(
         )
     with ExitStack() as resources:
         local_rank, device = join_processes(settings, *processes, resources)
+        take_over(initial.former_engines)
         dtype_of = PrecisionPolicy.of(settings).dtype_of
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
         try:

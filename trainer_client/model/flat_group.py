@@ -235,6 +235,12 @@ class FlatGroup:
                 hide_status(parameter.whole.tensor)
         self._has_parameters = False
 
+    def leave_parameters(self) -> None:
+        """Leave resident parameters to the user, with their values, in the memory that they have."""
+        for parameter in self.parameters:
+            hide_status(parameter.tensor)
+        self._has_parameters = False
+
     @torch.no_grad()
     def allocate(self) -> None:
         """Allocate the flat buffer, and make the parameters views of it.

@@ -222,7 +222,7 @@ class UnitHooks:
         return self._phases.current
 
     def install(self) -> None:
-        """Register the hooks on the model. Those on its modules stay until `give_up_model`."""
+        """Register the hooks on the model. Those on its modules stay until `give_up_model` or `leave_model`."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             for use, module in zip(self._forwards.uses_of(unit), unit.uses, strict=True):
@@ -355,14 +355,24 @@ class UnitHooks:
 
     def give_up_model(self) -> None:
         """Remove all hooks, and leave the parameters to the user, in memory of their own and uninitialised."""
-        self.stop_watching_gradients()
-        for handle in self._module_hooks:
-            handle.remove()
-        self._module_hooks.clear()
+        self._remove()
         self._residency.release_all()
         for unit in self._units:
             for group in unit.groups:
                 group.give_up_parameters()
+
+    def leave_model(self) -> None:
+        """Remove all hooks, and leave resident parameters to the user, with their values."""
+        self._remove()
+        for unit in self._units:
+            for group in unit.groups:
+                group.leave_parameters()
+
+    def _remove(self) -> None:
+        self.stop_watching_gradients()
+        for handle in self._module_hooks:
+            handle.remove()
+        self._module_hooks.clear()
 
     def begin_step(self) -> None:
         """Release all units with their leases, because the step is about to change the parameters."""
