@@ -1,9 +1,16 @@
 """The registration of services' methods with gRPC, and the work that every call needs around its method.
 
-Around each method it puts, in this order: the answer to any error that is raised, the parsing of the request, the check
-of the right that the method declares (rpc/rights.py), and, for a call with one answer, the limit that lets the answer
-come before the client's deadline. Requests are parsed here because grpc.aio would end a call that it cannot parse with
-UNKNOWN, and a stack in the log. This module must never register a method that declares no right.
+Around each method it puts, in this order: the answer to any error that is raised, the check of the caller's token, the
+receiving and the parsing of the request, the check of the right that the method declares (rpc/rights.py), and, for a
+call with one answer, the limit that lets the answer come before the client's deadline. Requests are parsed here because
+grpc.aio would end a call that it cannot parse with UNKNOWN, and a stack in the log.
+
+[Note: requests of strangers] gRPC collects the request of a method that takes one request before it calls the method.
+So a client without a token could have the daemon hold 16 MiB for each of 1024 calls on a connection, until the client
+ends them. All methods here are therefore registered as if they took a stream of requests, which gRPC collects when it
+is asked to. The bytes of a call are the same.
+
+This module must never register a method that declares no right.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,14 +36,19 @@ from storage.errors import InvalidRequestError
 # A function that checks the right to make one call, and returns the Principal or the Session that the right is about.
 # The request is None if the client sends a stream of requests.
 Admit = Callable[[Any, Context], Any]
-# A function that takes what gRPC gives, parses the request and checks the right. It returns the request and the result
-# of Admit.
-_Enter = Callable[[Any, Context], tuple[Any, Any]]
+# A function that takes the requests that gRPC gives, parses the request and checks the right. It returns the request,
+# or all of them where the client sends a stream, and the result of Admit.
+_Enter = Callable[[Any, Context], Awaitable[tuple[Any, Any]]]
 # A function that gets the name, the status and the seconds of each call that has ended, and whether the call streams.
 NoteCall = Callable[[str, grpc.StatusCode, float, bool], None]
 # A function that calls a method with those of these arguments that the method takes: the request, the result of Admit,
 # and the context.
 _Invoke = Callable[[Any, Any, Context], Any]
+
+# The right that a caller must have before its request is received, where the request tells whether it has the right.
+_BEFORE_REQUEST = {Right.SESSION: Right.TOKEN}
+# The time in which the request of a caller who needs no token must come. It is a few bytes.
+_STRANGER_SECONDS = 5.0
 
 _STATUS_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -93,34 +105,35 @@ class CheckedServer:
         parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
         serialize = None if declared.is_raw else GetMessageClass(rpc.output_type).SerializeToString
         if rpc.client_streaming:
+
+            async def enter_stream(requests: Any, context: Context) -> tuple[Any, Any]:
+                return requests, admit(None, context)
+
             # gRPC parses each message when the method takes it from the stream.
-            behaviour = _streaming(rpc.name, lambda requests, context: (requests, admit(None, context)), method, invoke)
+            behaviour = _streaming(rpc.name, enter_stream, method, invoke)
             return grpc.stream_stream_rpc_method_handler(self._noted(rpc.name, behaviour), parse, serialize)
         assert parse is not None
-
-        def enter(data: bytes, context: Context) -> tuple[Any, Any]:
-            request = parse(data)
-            return request, admit(request, context)
-
+        admit_before = self._admission(_BEFORE_REQUEST.get(declared.right, declared.right))
+        seconds = _STRANGER_SECONDS if declared.right is Right.NOTHING else None
+        enter = _entering(parse, admit_before, seconds, admit)
         if rpc.server_streaming:
-            behaviour = _streaming(rpc.name, enter, method, invoke)
-            return grpc.unary_stream_rpc_method_handler(self._noted(rpc.name, behaviour), response_serializer=serialize)
-        behaviour = _unary(rpc.name, enter, invoke, self._describe_waits)
-        noted = self._noted(rpc.name, behaviour, is_stream=False)
-        return grpc.unary_unary_rpc_method_handler(noted, response_serializer=serialize)
+            behaviour = self._noted(rpc.name, _streaming(rpc.name, enter, method, invoke))
+            return grpc.stream_stream_rpc_method_handler(behaviour, response_serializer=serialize)
+        behaviour = self._noted(rpc.name, _unary(rpc.name, enter, invoke, self._describe_waits), is_stream=False)
+        return grpc.stream_unary_rpc_method_handler(behaviour, response_serializer=serialize)
 
     def _noted(self, name: str, behaviour: Callable[..., Any], *, is_stream: bool = True) -> Callable[..., Any]:
         """Return the behaviour of a method, with a note of each call at its end."""
         if (note := self._note_call) is None:
             return behaviour
 
-        async def call(message: Any, context: Context) -> Any:
+        async def call(requests: Any, context: Context) -> Any:
             with _noting(note, name, context, is_stream=is_stream):
-                return await behaviour(message, context)
+                return await behaviour(requests, context)
 
-        async def generate(message: Any, context: Context) -> AsyncIterator[Any]:
+        async def generate(requests: Any, context: Context) -> AsyncIterator[Any]:
             with _noting(note, name, context, is_stream=is_stream):
-                async for response in behaviour(message, context):
+                async for response in behaviour(requests, context):
                     yield response
 
         return generate if inspect.isasyncgenfunction(behaviour) else call
@@ -156,10 +169,31 @@ def _invoke(method: Callable[..., Any], declared: Declaration) -> _Invoke:
             return lambda request, _, __: method(request)
 
 
+def _entering(parse: Callable[[bytes], Any], admit_before: Admit, most_seconds: float | None, admit: Admit) -> _Enter:
+    """Return a function that receives the one request of a call, once its caller is known, and checks the right.
+
+    See [Note: requests of strangers]. The request must come within `most_seconds`, if that is given.
+    """
+
+    async def enter(_: Any, context: Context) -> tuple[Any, Any]:
+        admit_before(None, context)
+        try:
+            async with asyncio.timeout(most_seconds):
+                data = await context.read()
+        except TimeoutError:
+            raise InvalidRequestError(f"the request did not come for {most_seconds:g} s") from None
+        if not isinstance(data, bytes):
+            raise InvalidRequestError("the call has no request")
+        request = parse(data)
+        return request, admit(request, context)
+
+    return enter
+
+
 def _unary(name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[], str]) -> Callable[..., Any]:
-    async def call(data: bytes, context: Context) -> Any:
+    async def call(requests: Any, context: Context) -> Any:
         async with answering_errors(context, name):
-            request, caller = enter(data, context)
+            request, caller = await enter(requests, context)
             try:
                 async with answering_in_time(context, describe_waits):
                     return await invoke(request, caller, context)
@@ -173,14 +207,14 @@ def _unary(name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[
 def _streaming(name: str, enter: _Enter, method: Callable[..., Any], invoke: _Invoke) -> Callable[..., Any]:
     """Return the behaviour of a method that yields its answers, or that writes them to the context."""
 
-    async def call(message: Any, context: Context) -> None:
+    async def call(requests: Any, context: Context) -> None:
         async with answering_errors(context, name):
-            request, caller = enter(message, context)
+            request, caller = await enter(requests, context)
             await invoke(request, caller, context)
 
-    async def generate(message: Any, context: Context) -> AsyncIterator[Any]:
+    async def generate(requests: Any, context: Context) -> AsyncIterator[Any]:
         async with answering_errors(context, name):
-            request, caller = enter(message, context)
+            request, caller = await enter(requests, context)
             async for response in invoke(request, caller, context):
                 yield response
 

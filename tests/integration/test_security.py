@@ -9,6 +9,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -116,6 +117,29 @@ def test_no_rpc_is_served_without_a_token_that_counts(guarded: Guarded, others: 
         assert answer(channel, f"/{STORE.full_name}/ListVersions", request)[0] is CODE.UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
+    time.sleep(REFUSAL_WINDOW_SECONDS)
+
+
+def test_the_request_of_a_stranger_is_not_waited_for(guarded: Guarded) -> None:
+    """A daemon that receives requests before it looks at tokens holds bytes for every stranger."""
+    done = threading.Event()
+
+    def refuse_without_request(channel: grpc.Channel, method: str, token: str | None, code: grpc.StatusCode) -> str:
+        stream: Any = channel.stream_stream(method)
+        metadata = () if token is None else (("authorization", token),)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream(iter(done.wait, True), metadata=metadata, timeout=CALL_SECONDS))
+        assert isinstance(caught.value, grpc.Call) and caught.value.code() is code, caught.value
+        return caught.value.details() or ""
+
+    with guarded.channel(None) as channel:
+        for method in METHODS:
+            for token in (None, "Bearer wrong"):
+                refuse_without_request(channel, path(method), token, CODE.UNAUTHENTICATED)
+        # The health service asks for no token, so its requests must come soon.
+        details = refuse_without_request(channel, "/grpc.health.v1.Health/Check", None, CODE.INVALID_ARGUMENT)
+        assert details == "the request did not come for 5 s"
+        done.set()
     time.sleep(REFUSAL_WINDOW_SECONDS)
 
 

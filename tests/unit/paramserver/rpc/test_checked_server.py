@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2
 
 from paramserver.rpc.checked_server import CheckedServer
 from paramserver.rpc.rights import Right, declaration_of, needs
-from paramserver.security.gate import ForbiddenError, UnauthenticatedError
+from paramserver.security.gate import ForbiddenError
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -33,10 +33,16 @@ OTHERWISE = dict.fromkeys(
 
 
 class Context:
-    """The part of gRPC's servicer context that CheckedServer uses."""
+    """The part of gRPC's servicer context that CheckedServer uses, with the request that a client sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: bytes = b"") -> None:
         self.status: tuple[grpc.StatusCode, str] | None = None
+        self.request: bytes | None = request
+
+    async def read(self) -> object:
+        """Return the request, once."""
+        request, self.request = self.request, None
+        return grpc.aio.EOF if request is None else request
 
     async def abort(self, code: grpc.StatusCode, text: str, trailing_metadata: object = ()) -> None:
         self.status = code, text
@@ -136,17 +142,18 @@ async def test_a_method_runs_only_after_its_right_was_checked_and_gets_what_the_
     admission, context = Admission(), Context()
     handlers = added(STORE, store, admission)
     request = pb.ListVersionsRequest(session_id="one")
-    list_versions = handlers[f"{STORE.full_name}/ListVersions"].unary_unary
-    assert await list_versions(request.SerializeToString(), context) == "the answer"
-    watch = handlers[f"{STORE.full_name}/WatchJob"].unary_stream
-    assert [answer async for answer in watch(b"", context)] == ["the answer"]
+    list_versions = handlers[f"{STORE.full_name}/ListVersions"].stream_unary
+    assert await list_versions(None, Context(request.SerializeToString())) == "the answer"
+    watch = handlers[f"{STORE.full_name}/WatchJob"].stream_stream
+    assert [answer async for answer in watch(None, Context())] == ["the answer"]
     await handlers[f"{STORE.full_name}/Session"].stream_stream("requests", context)
     assert store.calls == [
         ("ListVersions", request, "whom SESSION admits"),
         ("WatchJob", pb.WatchJobRequest(), "whom SESSION admits"),
         ("Session", "requests", "whom TOKEN admits", context),
     ]
-    assert admission.asked == [Right.SESSION, Right.SESSION, Right.TOKEN]
+    # A session is named in the request, which is received from a caller with a token only.
+    assert admission.asked == [Right.TOKEN, Right.SESSION, Right.TOKEN, Right.SESSION, Right.TOKEN]
 
 
 @pytest.mark.parametrize("rpc", [rpc.name for rpc in STORE.methods])
@@ -158,25 +165,30 @@ async def test_no_method_runs_for_a_caller_without_the_right_and_the_log_names_t
     handler = added(STORE, store, Admission(ForbiddenError("token bob is not allowed that")))[
         f"{STORE.full_name}/{rpc}"
     ]
-    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+    behaviour = handler.stream_unary or handler.stream_stream
     with pytest.raises(grpc.aio.AbortError), caplog.at_level(logging.WARNING):
         if rpc == "WatchJob":
-            await anext(behaviour(b"", context))
+            await anext(behaviour(None, context))
         else:
-            await behaviour(b"", context)
+            await behaviour(None, context)
+    assert context.request is not None, "the request was received"
     assert context.status == (grpc.StatusCode.PERMISSION_DENIED, ForbiddenError.text)
     assert store.calls == []
     assert caplog.messages == [f"refused {rpc} from unix:: token bob is not allowed that"]
 
 
-async def test_a_request_that_is_no_message_is_refused_before_its_right_is_asked_for(store: Any) -> None:
-    admission, context = Admission(UnauthenticatedError("no token")), Context()
+@pytest.mark.parametrize("request_", [b"\xff", None])
+async def test_a_request_that_is_no_message_is_refused_before_its_session_is_asked_for(
+    store: Any, request_: bytes | None
+) -> None:
+    admission, context = Admission(), Context()
+    context.request = request_
     handlers = added(STORE, store, admission)
     with pytest.raises(grpc.aio.AbortError):
-        await handlers[f"{STORE.full_name}/ListVersions"].unary_unary(b"\xff", context)
+        await handlers[f"{STORE.full_name}/ListVersions"].stream_unary(None, context)
     assert context.status is not None
     assert context.status[0] is grpc.StatusCode.INVALID_ARGUMENT
-    assert admission.asked == []
+    assert admission.asked == [Right.TOKEN]
 
 
 async def test_a_librarys_methods_get_what_grpc_gives_behind_the_right_that_is_said_for_all() -> None:
@@ -184,9 +196,9 @@ async def test_a_librarys_methods_get_what_grpc_gives_behind_the_right_that_is_s
     servicer = health.aio.HealthServicer()
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     handlers = added(HEALTH, servicer, admission, library_right=Right.NOTHING)
-    answer = await handlers[f"{HEALTH.full_name}/Check"].unary_unary(b"", context)
+    answer = await handlers[f"{HEALTH.full_name}/Check"].stream_unary(None, context)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert admission.asked == [Right.NOTHING]
+    assert set(admission.asked) == {Right.NOTHING}
     assert set(handlers) == {f"{HEALTH.full_name}/{rpc.name}" for rpc in HEALTH.methods}
 
 
@@ -204,10 +216,10 @@ class SlowContext(Context):
 
 
 async def test_a_librarys_refusal_that_the_deadline_overtakes_ends_the_call_quietly() -> None:
-    context = SlowContext()
-    handlers = added(HEALTH, health.aio.HealthServicer(), Admission(), library_right=Right.NOTHING)
     request = health_pb2.HealthCheckRequest(service="unknown").SerializeToString()
+    context = SlowContext(request)
+    handlers = added(HEALTH, health.aio.HealthServicer(), Admission(), library_right=Right.NOTHING)
     # gRPC logs a stack for every other error of a method.
     with pytest.raises(asyncio.CancelledError):
-        await handlers["grpc.health.v1.Health/Check"].unary_unary(request, context)
+        await handlers["grpc.health.v1.Health/Check"].stream_unary(None, context)
     assert context.status is not None and context.status[0] is grpc.StatusCode.NOT_FOUND
