@@ -228,7 +228,7 @@ def _check_store(catalog: Catalog, directory: Path, label: Mapping[str, Any], kn
 
 def _owner(catalog: Catalog) -> dict[str, int]:
     """Return the part of a label that identifies the catalog to which the directory belongs."""
-    return {INODE: syscalls.inode_of(catalog.path)}
+    return {INODE: syscalls.identity_of(catalog.path)[1]}
 
 
 async def _read_label(directory: Path) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
 from storage.kept_steps import KeptSize, KeptSteps
+from storage.open_files import OpenFiles
 from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
@@ -193,7 +194,9 @@ class Engine:
         async with AsyncExitStack() as undo:
             lock_fd = syscalls.lock_file(config.state_dir / LOCK)
             undo.callback(os.close, lock_fd)
-            catalog = Catalog(config.state_dir / CATALOG)
+            files = OpenFiles()
+            files.add(config.state_dir / LOCK)
+            catalog = Catalog(config.state_dir / CATALOG, files)
             undo.callback(catalog.close)
             stored = catalog.load()
             versions = (v for job in stored for steps in job.versions.values() for v in steps.values())
@@ -212,6 +215,10 @@ class Engine:
                 on_damage=damage_log.note,
             )
             undo.push_async_callback(tiers.nvme.close)
+            for file in tiers.nvme.files:
+                # Without its lock, a directory could be opened by a second daemon, which would write to the same file.
+                files.add(file.path.with_name(LOCK))
+                files.add(file.path)
             undo.push_async_callback(tiers.host.close)
             undo.push_async_callback(tiers.backing.watch.close)
             engine = cls(config, lock_fd, tiers, jobs, tracer, catalog, catalog_thread, damage_log)

@@ -567,16 +567,19 @@ def exists(path: Path) -> bool:
     return True
 
 
-def inode_of(path: Path) -> int:
-    """Return the inode number of a file. It survives a rename, and a copy of the file has another one.
+def identity_of(path: Path) -> tuple[int, int]:
+    """Return the numbers of a file's device and inode, which no other file has for as long as this one is open.
+
+    The inode number survives a rename, and a copy of the file has another one.
 
     Raises:
         DeviceError: the file's status cannot be read.
     """
     try:
-        return os.stat(path).st_ino
+        status = os.stat(path)
     except OSError as error:
         raise _device_error("look at", path, error) from error
+    return status.st_dev, status.st_ino
 
 
 def _device_error(verb: str, path: Path, error: OSError) -> DeviceError | DiskFullError:

@@ -13,8 +13,8 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from storage.catalog.tables import (
 )
 from storage.errors import DataLossError
 from storage.failpoints import Failpoint, reach
+from storage.open_files import OpenFiles
 from storage.shard import GroupSpec, JobSpec, SlabKey, TierName
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,13 @@ _ROLLED_BACK = "rolled_back "
 class Catalog:
     """The open database, and the ledger: its contents in memory, without packed manifests and client states."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
         """Open and verify the database, or create it; migrate a database of an older format.
+
+        Args:
+            path: the file of the database.
+            files: what must still be in its place whenever a transaction is committed. The database and its log are
+                added to them. None: these two alone.
 
         Raises:
             ConflictError: the file is not a catalog, or has a format that this version does not know.
@@ -69,6 +75,7 @@ class Catalog:
         # True after a transaction whose COMMIT failed, because a crash may still make that transaction valid. See
         # `resolve_doubt`.
         self.in_doubt = False
+        self._files = OpenFiles() if files is None else files
         self._ledger = Ledger()
         # The jobs that were read when the catalog was opened, until `load` returns them or a transaction changes them.
         self._read: list[StoredJob] | None = None
@@ -89,6 +96,9 @@ class Catalog:
                 # reads it as valid. The checkpoint syncs it, because a step that is shown as durable must survive a
                 # power loss.
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._files.add(path)
+                # The log stays the same file for as long as the database is open.
+                self._files.add(Path(f"{path.resolve()}-wal"))
                 # This check comes last, because the digests name the damaged job or step and this check cannot.
                 check_references(self._db, path)
             except BaseException:
@@ -282,18 +292,26 @@ class Catalog:
         overwrites its place in the log, so this makes one. See tests/faults/test_found_refused_commit.py.
         """
         if self.in_doubt:
-            with self.transaction():
+            # The doubt is about the file that is open, wherever that is now.
+            with self._transaction(lambda: None):
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 # `user_version` has no meaning here. It must change, because SQLite writes no page for a transaction
                 # that changes nothing.
                 self._db.execute(f"PRAGMA user_version = {(version + 1) % (1 << 31)}")
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """Make all changes inside the block one transaction, which is on the device when the block ends.
 
         If the block or the commit raises, none of the changes is made.
+
+        Raises:
+            DeviceError: the database refuses, or a file of the store is not in its place any more.
         """
+        return self._transaction(self._files.check)
+
+    @contextmanager
+    def _transaction(self, check: Callable[[], None]) -> Iterator[None]:
+        """Make the changes inside the block one transaction, unless `check`, called at its end, raises."""
         with errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             self._read = None
@@ -301,6 +319,7 @@ class Catalog:
             try:
                 yield
                 self._seal(before)
+                check()
                 reach(Failpoint.BEFORE_FLIP)
                 committing = True
                 self._db.execute("COMMIT")

@@ -20,7 +20,7 @@ FLOORS = {
     "storage": (
         "__init__ config errors failpoints fair_queue position_lock slices tune_interpreter waiting",
         "integrity shard syscalls",
-        "threads tracing",
+        "open_files threads tracing",
         "tiers",
         "catalog scratch scrub slab",
         "directories gradients host_cache need shadows shard_index",
