@@ -15,6 +15,7 @@ itself is imported already, the import of this module is an error.
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ from trainer_client.interface_version import __version__
 
 _NAME = "deepspeed"
 _OWN_NAME = "trainer_client"
+# The option of this module and of scripts; DeepSpeed and its scripts spell it with an underscore.
+_LOCAL_RANK = "--local_rank"
 
 
 class _Distribution(Distribution):
@@ -94,12 +97,21 @@ def install() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script with the arguments that follow its path, as `python` runs it."""
-    if not arguments:
-        raise SystemExit("usage: python -m trainer_client.as_deepspeed script.py ARGUMENTS")
-    sys.argv = list(arguments)
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    """Run a script with the arguments that follow its path, as `python` runs it.
+
+    Before the path, the option --local_rank puts `--local_rank=N` in front of the script's arguments, as DeepSpeed's
+    launcher does. N is the number of this rank on its node.
+    """
+    numbered, words = arguments[:1] == [_LOCAL_RANK], list(arguments)
+    if numbered:
+        words.pop(0)
+    if not words:
+        raise SystemExit(f"usage: python -m trainer_client.as_deepspeed [{_LOCAL_RANK}] script.py ARGUMENTS")
+    if numbered:
+        words.insert(1, f"{_LOCAL_RANK}={os.environ.get('LOCAL_RANK', '0')}")
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _own_name(name: str) -> str:

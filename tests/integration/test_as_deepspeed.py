@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,19 @@ def test_submodules_are_the_same_modules_and_others_are_not_found() -> None:
     ended = run("-c", program)
 
     assert "ModuleNotFoundError: No module named 'deepspeed.no_such_module'" in ended.stderr, ended.stderr
+
+
+def test_a_script_gets_the_number_of_its_rank_as_from_deepspeeds_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "words.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    module = [sys.executable, "-m", "trainer_client.as_deepspeed"]
+
+    for options, words in ((["--local_rank"], ["--local_rank=1", "--x"]), ([], ["--x"])):
+        printed = subprocess.check_output(
+            [*module, *options, str(script), "--x"],
+            cwd=ROOT,
+            env=os.environ | {"LOCAL_RANK": "1"},
+            text=True,
+            timeout=120,
+        )
+        assert printed == f"{words}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/integration/support/pretrained_script.py"
+FINETUNING = ROOT / "tests/integration/support/finetuning_script.py"
+NUMBERED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -31,4 +34,29 @@ def test_a_model_that_is_loaded_at_stage_3_trains_as_plain(found: dict[str, dict
     ours, plain = found[way]["losses"]
 
     assert found[way]["values"]
+    assert ours == plain
+
+
+def test_the_trainer_tunes_a_pretrained_model_in_a_process_that_no_launcher_has_started(tmp_path: Path) -> None:
+    """As with DeepSpeed it has a process group of one rank, without which the Trainer fails at its first log."""
+    environment = {name: value for name, value in os.environ.items() if name not in NUMBERED}
+    results = []
+    started = []
+    for name, module, state in (
+        ("ours", ["-m", "trainer_client.as_deepspeed"], [str(tmp_path / "state")]),
+        ("plain", [], []),
+    ):
+        (tmp_path / name).mkdir()
+        results.append(tmp_path / name / "losses.json")
+        command = [sys.executable, *module, str(FINETUNING), str(tmp_path / name), str(results[-1]), *state]
+        started.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    ended = [(process.communicate(timeout=300)[0], process.returncode) for process in started]
+
+    assert [status for _, status in ended] == [0, 0], "\n".join(output[-3000:] for output, _ in ended)
+    ours, plain = (json.loads(result.read_text()) for result in results)
+    assert len(ours) == 3
     assert ours == plain

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trainer_client import comm
 from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay
 from trainer_client.model.availability import ZeroParamStatus, show_status
+from trainer_client.ranks.host_group import host_group
 
 
 @contextmanager
@@ -62,22 +62,6 @@ def _broadcast(tensors: Sequence[torch.Tensor], source: int) -> None:
     """Overwrite every rank's tensors, which are in host memory, with those of rank `source`."""
     if tensors and comm.get_world_size() > 1:
         comm.init_distributed(verbose=False)
-        with _host_group() as group:
+        with host_group() as group:
             for tensor in tensors:
                 comm.broadcast(tensor, src=source, group=group)
-
-
-@contextmanager
-def _host_group() -> Iterator[comm.ProcessGroup | None]:
-    """Yield a group of all ranks that exchanges tensors in host memory. All ranks must call this.
-
-    None is the script's own group, which need not do so: one of NCCL alone takes tensors of GPUs only.
-    """
-    if "cpu:" in dist.get_backend_config():
-        yield None
-        return
-    group = comm.new_group(backend="gloo")
-    try:
-        yield group
-    finally:
-        comm.destroy_process_group(group)

@@ -65,7 +65,15 @@ def launch(
     log_dir: Annotated[Path | None, typer.Option(help="A log of each rank, besides the console.")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as with `python -m`.")] = False,
     as_deepspeed: Annotated[
-        bool, typer.Option("--as-deepspeed", help="`import deepspeed` in the script imports this library.")
+        bool,
+        typer.Option(
+            "--as-deepspeed",
+            help="`import deepspeed` in the script imports this library, and the script gets --local_rank=N.",
+        ),
+    ] = False,
+    no_local_rank: Annotated[
+        bool,
+        typer.Option("--no-local-rank", "--no_local_rank", help="With --as-deepspeed: leave --local_rank=N out."),
     ] = False,
     address: Annotated[
         str | None,
@@ -116,6 +124,7 @@ def launch(
             program=[script, *(arguments or [])],
             is_module=module,
             as_deepspeed=as_deepspeed,
+            passes_local_rank=not no_local_rank,
             max_restarts=max_restarts,
             log_dir=None if log_dir is None else str(log_dir),
             environment=threads | ({} if store is None else {ADDRESS_VARIABLE: store}),

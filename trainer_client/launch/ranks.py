@@ -83,6 +83,7 @@ class Ranks:
         program: the script or module, and its arguments.
         is_module: whether the program is the name of a module.
         as_deepspeed: whether `import deepspeed` in the script imports this library.
+        passes_local_rank: whether each rank's script gets `--local_rank=N`, if `as_deepspeed`.
         max_restarts: how often torchrun starts all ranks again after one has failed.
         log_dir: directory of a log of each rank, besides the console; None: the console alone.
         environment: variables that the ranks get, besides those of this process.
@@ -93,6 +94,7 @@ class Ranks:
     program: Sequence[str]
     is_module: bool = False
     as_deepspeed: bool = False
+    passes_local_rank: bool = True
     max_restarts: int = 0
     log_dir: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +112,8 @@ class Ranks:
                 "the first line of the module instead"
             )
         if self.as_deepspeed:
-            return [*options, "-m", "trainer_client.as_deepspeed", *self.program]
+            numbered = ["--local_rank"] if self.passes_local_rank else []
+            return [*options, "-m", "trainer_client.as_deepspeed", *numbered, *self.program]
         return [*options, *(["-m"] if self.is_module else []), *self.program]
 
     def command(self) -> list[str]:

@@ -19,12 +19,15 @@ from trainer_client import comm, device
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.ranks.node_number import number_on_node
 from trainer_client.run.local_daemon import local_address
 from trainer_client.run.shared_daemon import share_daemon
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 
 _SERVING_SECONDS = 30.0
+# The variable in which launchers give a rank its number on its node.
+_NUMBER = "LOCAL_RANK"
 
 
 class _JoinedGroup:
@@ -70,18 +73,26 @@ _joined = _JoinedGroup()
 def choose_device(settings: TrainingConfig) -> tuple[int, torch.device]:
     """Return this rank's number on its node, and its device, which is made the current one.
 
+    All ranks of a process group must call this. If the launcher has not numbered the ranks of each node, they agree on
+    LOCAL_RANK here, because the first rank of a node starts its daemon, and each has a device of its own.
+
     Raises:
         ConfigError: `paramserver.device` means no device, or none of them is this rank's.
     """
+    if _NUMBER not in os.environ and dist.is_initialized() and dist.get_world_size() > 1:
+        os.environ[_NUMBER] = str(number_on_node())
     chosen = device.choose(settings.paramserver.device)
     device.use(chosen)
-    return int(os.environ.get("LOCAL_RANK", "0")), chosen
+    return int(os.environ.get(_NUMBER, "0")), chosen
 
 
 def join_processes(
     settings: TrainingConfig, required: bool | None, port: int, processes: ExitStack
 ) -> tuple[int, torch.device]:
-    """Join the process group that the launcher has announced, if any. Return (local rank, device).
+    """Join the process group that the launcher has announced, and return (local rank, device).
+
+    As with DeepSpeed, a process that no launcher has started makes a group of one rank, because programs such as the
+    Trainer of transformers communicate within it.
 
     This also raises the process's limit of open files, because each rank that this one exchanges tensors with takes a
     socket.
@@ -91,15 +102,17 @@ def join_processes(
             has started several.
     """
     raise_limit()
-    local_rank, chosen = choose_device(settings)
-    launched = "RANK" in os.environ
-    if not dist.is_initialized() and (launched or required):
-        comm.init_distributed(distributed_port=port, dist_init_required=required)
+    is_launched = "RANK" in os.environ
+    if not is_launched or _NUMBER in os.environ:
+        # The group is bound to the device, so the device is chosen first where the rank's number on its node is known.
+        choose_device(settings)
+    if not dist.is_initialized() and (is_launched or required is not False):
+        comm.init_distributed(distributed_port=port, dist_init_required=required, verbose=is_launched)
         _joined.take_over()
     _joined.share(processes)
     if dist.is_initialized():
         comm.require_launched_group()
-    return local_rank, chosen
+    return choose_device(settings)
 
 
 def find_store(

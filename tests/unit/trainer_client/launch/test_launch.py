@@ -55,7 +55,17 @@ def test_the_options_become_those_of_torchrun(options: str, expected: str) -> No
 def test_a_script_can_be_run_as_deepspeeds() -> None:
     result = launch("--nproc-per-node", "1", "--as-deepspeed", "--dry-run", SCRIPT, "--x")
 
-    assert torchrun_arguments(result)[3:] == ["-m", "trainer_client.as_deepspeed", SCRIPT, "--x"]
+    assert torchrun_arguments(result)[3:] == ["-m", "trainer_client.as_deepspeed", "--local_rank", SCRIPT, "--x"]
+
+
+def test_a_script_that_takes_no_number_of_its_rank_gets_none() -> None:
+    options = ["--nproc-per-node", "1", "--as-deepspeed", "--no_local_rank"]
+
+    assert torchrun_arguments(launch(*options, "--dry-run", SCRIPT))[3:] == [
+        "-m",
+        "trainer_client.as_deepspeed",
+        SCRIPT,
+    ]
 
 
 def test_a_daemon_of_the_launch_is_printed_with_its_options(tmp_path: Path) -> None:
