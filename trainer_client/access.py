@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paramserver.contract.kinds import MASTER, PARAM, Kind, kind_name
-from trainer_client.errors import ConfigError
+from trainer_client.errors import ConfigError, InPlaceChangeError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.plain_state import modules_with_extra_state
@@ -398,6 +398,28 @@ class StateAccess:
                 group = places[0].state.group
                 hide_whole(whole, group.dtype, group.device)
 
+    def require_unchanged(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Check that no rank has changed parameters that it has gathered for reading. Call this within `gathered`.
+
+        There is nothing to check where a rank always has the parameters, because a change counts there, and where a
+        context around this one looks later.
+
+        Raises:
+            InPlaceChangeError: it has, and the change would be lost.
+        """
+        chosen = list(parameters)
+        for unit in self._units_of(chosen):
+            if unit.is_held_once:
+                if (changed := unit.find_changed()) is not None:
+                    raise InPlaceChangeError(changed.fqn)
+                unit.require_undoubted()
+        for tensor in chosen:
+            places = self._places_of(tensor)
+            if places[0].parameter.tile_of is not None and self._shown[id(tensor)] == 1:
+                tiles = torch.cat([place.parameter.tensor.detach().reshape(-1) for place in places])
+                if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), tiles.view(torch.uint8)):
+                    raise InPlaceChangeError(places[0].parameter.fqn)
+
     @property
     def is_holding(self) -> bool:
         """Whether a context of `gathered` is open."""
@@ -438,6 +460,9 @@ class StateAccess:
                     master = torch.where(new == before_part, masters.part(place, MASTER), new.float())
                     changes.append(Change(place=place, kind=MASTER, values=master))
         self.hand_over(changes, step)
+        for unit in self._units_of(parameters):
+            # A context around this one looks for changes later, and must not find this one.
+            unit.note_values()
 
     @torch.no_grad()
     def hand_over(self, changes: Iterable[Change], step: int) -> None:

@@ -42,6 +42,7 @@ from trainer_client.step.activations import Activations
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.in_place import InPlaceChanges
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.recompute_choice import RecomputeChoice
 from trainer_client.step.reduction_order import ReductionOrder
@@ -73,6 +74,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
                 log.warning("%s", resume_line(user, rank, job, sizes, made_with, job.resumed_state))
         if job.handed_over_step is not None:
             engine.commit_initial_state()
+        parts.changes.note()
         rank.log_context.step = engine.global_steps + 1
         rank.store.settle(job.layout)
     except BaseException:
@@ -94,6 +96,7 @@ def _make_parts(
     rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
     updates = Updates(job.states, early, rank.store, rank.collectives)
     scaler = LossScaler.of(rank.settings)
+    changes = InPlaceChanges(job.states, rank.collectives)
     step = TrainingStep(
         gradients=gradients,
         updates=updates,
@@ -101,6 +104,7 @@ def _make_parts(
         scaler=scaler,
         clipping=clipping,
         early=early,
+        changes=changes,
         begins_early=bool(rank.settings.paramserver.early_updates),
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,
@@ -152,6 +156,7 @@ def _make_parts(
     return EngineParts(
         tiling=job.tiling,
         states=job.states,
+        changes=changes,
         gather=job.gather,
         micro_batches=micro_batches,
         hooks=hooks,

@@ -240,6 +240,8 @@ class Engine(EngineMemory):
         # A program may have several engines.
         self._log_context.enter()
         self._log_context.step = self.global_steps + 1
+        if self._adopt_changes():
+            self._commit_change()
         made = self._was_step_applied = self._step.make(self._commits.next)
         self.global_steps += 1
         self.global_samples += self._micro_batches.samples
@@ -255,6 +257,7 @@ class Engine(EngineMemory):
         if self._gather.is_one_sided:
             self._collectives.barrier()
         self._step.refresh()
+        self._changes.note()
         self._hooks.finish_step()
         self._passes.end_step()
         if self._activations is not None:

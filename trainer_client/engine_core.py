@@ -31,6 +31,7 @@ from trainer_client.run.run_state import Progress, RunState
 from trainer_client.run.state_offload import StateOffload
 from trainer_client.step.activations import Activations
 from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.in_place import InPlaceChanges
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.training_step import TrainingStep
@@ -43,12 +44,14 @@ class EngineParts:
     Attributes:
         tiling: the parameters that are cut into tiles.
         states: the states of all groups.
+        changes: what the script changes in place.
         gather: how the units' parameters come together.
         activations: moves boundaries of activation checkpoints; None: they stay on the device.
     """
 
     tiling: Tiling
     states: Sequence[PlacedStates]
+    changes: InPlaceChanges
     gather: Gather
     micro_batches: MicroBatches
     hooks: UnitHooks
@@ -95,6 +98,7 @@ class EngineCore(EngineGetters):
         self._states = parts.states
         self._step = parts.step
         self._hooks = parts.hooks
+        self._changes = parts.changes
         self._gather = parts.gather
         self._access = parts.access
         self._commits = parts.commits

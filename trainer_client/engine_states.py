@@ -45,6 +45,7 @@ class EngineStates(EngineCore):
         This is for `paramserver.durability` "snapshot:N", where the steps after the last N-th one are otherwise
         committed by `close`. It can raise StoreError.
         """
+        self._commit_changes_of_script()
         self._commits.commit_last_step()
         self._commits.wait()
 
@@ -148,6 +149,7 @@ class EngineStates(EngineCore):
             ExportError: the destination exists or cannot be written; on rank 0.
         """
         self._require_between_steps("an export")
+        self._commit_changes_of_script()
         stores = [address.decode() for address in self._collectives.gather_bytes(self._store.address.encode())]
         pending = None
         try:
@@ -259,6 +261,7 @@ class EngineStates(EngineCore):
         if not save_dir:
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name the directory of the checkpoints")
         self._require_open()
+        self._commit_changes_of_script()
         if self._commits.is_behind:
             self._commits.begin(self._client_state())
         self._commits.wait()
@@ -435,9 +438,10 @@ class EngineStates(EngineCore):
             modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
                 context all ranks get its values, as a commit of its own. An element that it does not change keeps its
                 fp32 value. It may call `load_state_dict` of a module, if that loads these parameters only. None: no
-                rank may change them.
+                rank may change them (at stages 0 to 2, where changes in place count, all ranks alike may).
 
         Raises:
+            InPlaceChangeError: parameters were changed without `modifier_rank`, at stage 3.
             RuntimeError: `modifier_rank` was given between a forward and its backward.
         """
         self._require_open()
@@ -445,6 +449,7 @@ class EngineStates(EngineCore):
         if modifier_rank is None:
             with self._access.gathered(chosen):
                 yield
+                self._access.require_unchanged(chosen)
             return
         self._require_between_passes("gathered(modifier_rank=...)")
         before = self._access.parameters_before(chosen)
@@ -519,6 +524,38 @@ class EngineStates(EngineCore):
         self._hooks.release_units()
         self._commits.begin(self._client_state())
         self._commits.wait()
+        self._changes.note()
+
+    def _adopt_changes(self) -> bool:
+        """Make the parameters count that the script has changed in place since the last step. All ranks must call this.
+
+        Returns:
+            Whether the store has got them, so that they have to be committed before the next update. Those that live on
+            the device go with the commit of the step.
+
+        Raises:
+            ConfigError: the ranks have changed them in different ways, or a parameter has another shape or dtype now.
+            PhaseError: a final update has begun in the backward pass.
+        """
+        changed = self._changes.find()
+        has_stored = any(state.is_in_store for state in changed)
+        if has_stored:
+            self._step.require_revisable("a parameter was changed in place between backward and step")
+            self._step.withdraw_early_updates()
+        for state in changed:
+            state.adopt(self._commits.next)
+        return has_stored
+
+    def _commit_changes_of_script(self) -> None:
+        """Commit parameters that the script has changed in place since the last step. All ranks must call this.
+
+        It does nothing if steps are never committed. It raises what `_adopt_changes` raises.
+        """
+        if self._commits.commits_steps and (changed := self._changes.find()):
+            with self._changing():
+                for state in changed:
+                    state.adopt(self._commits.next)
+                self._commit_change()
 
 
 def _save(weights: Mapping[str, Any], path: Path) -> None:

@@ -132,6 +132,28 @@ class ReleasedParameterError(ParameterUseError):
     )
 
 
+class InPlaceChangeError(TrainerClientError, RuntimeError):
+    """The script has changed a parameter in place where its memory is given up after each use (stage 3)."""
+
+    def __init__(self, fqn: str) -> None:
+        """Make the error.
+
+        Args:
+            fqn: the name of the parameter, or the beginning of a list of names.
+        """
+        super().__init__(
+            f"parameter {fqn} was changed in place while its unit was gathered, and the change would be lost, because "
+            "at stage 3 this memory is given up after each use: change parameters between two steps, within `with "
+            f'engine.gathered([engine.module.get_parameter("{fqn}")], modifier_rank=0), torch.no_grad():` or by '
+            f'engine.set_full("{fqn}", "param", values); or train at stage 2, where changes in place count'
+        )
+        self.fqn = fqn
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        """Return how pickle makes this error again, because its argument is not that of `Exception`."""
+        return type(self), (self.fqn,)
+
+
 class TiledParameterError(ParameterUseError):
     """A function of torch needs the values of a parameter whose tiles are gathered one after the other."""
 

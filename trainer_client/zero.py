@@ -22,7 +22,7 @@ from trainer_client import comm
 from trainer_client.config.loading import load_config
 from trainer_client.data_parallel import check_group, check_mpu
 from trainer_client.engine import Engine
-from trainer_client.errors import ConfigError
+from trainer_client.errors import ConfigError, InPlaceChangeError
 from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
 from trainer_client.initial.early_values import early_values
 from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status
@@ -205,8 +205,9 @@ class GatheredParameters:
     under `zero.Init` and has no engine yet get their initial values in host memory; after a change they keep them until
     `initialize`. All other parameters are left alone.
 
-    A change in place without `modifier_rank` is lost, because no rank's change counts. A warning says so at the end, or
-    a RuntimeError if `zero_optimization.enable_sanity_checks` is true in the config of the engine or of `Init`.
+    A change in place without `modifier_rank` is lost at stage 3 and before `initialize`, because no rank's change
+    counts. A warning says so at the end, or a RuntimeError if `zero_optimization.enable_sanity_checks` is true in the
+    config of the engine or of `Init`. (At stages 0 to 2 changes in place count, if all ranks make them.)
 
     Args:
         params: a parameter, several parameters, or a module. Of several, None is left out, so that the parameters of a
@@ -238,11 +239,11 @@ class GatheredParameters:
         self._unowned = unowned
         self._modifier_rank = modifier_rank
         self._context = ExitStack()
-        # The parameters that no rank may change, with the numbers of changes that torch counts for each.
+        # The parameters without an engine that no rank may change, with the changes that torch counts for each.
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __enter__(self) -> None:
-        watched = [*filter(recipe_of, self._unowned), *self._owned()] if self._modifier_rank is None else []
+        watched = list(filter(recipe_of, self._unowned)) if self._modifier_rank is None else []
         with ExitStack() as entered:
             entered.enter_context(early_values(self._unowned, self._modifier_rank))
             for engine, tensors in self._of_engine.items():
@@ -252,25 +253,25 @@ class GatheredParameters:
 
     def __exit__(self, *error: Any) -> bool | None:
         changed = [tensor for tensor, version in self._versions if tensor._version != version]
-        suppressed = self._context.__exit__(*error)
+        try:
+            suppressed = self._context.__exit__(*error)
+        except InPlaceChangeError as lost:
+            if any(engine.zero_enable_sanity_checks() for engine in self._of_engine):
+                raise
+            log.warning("GatheredParameters(modifier_rank=None): %s", lost)
+            return None
         if changed and error[0] is None:
             self._report_lost(changed)
         return suppressed
 
-    def _owned(self) -> Iterator[torch.Tensor]:
-        for tensors in self._of_engine.values():
-            yield from tensors
-
     def _report_lost(self, changed: list[torch.Tensor]) -> None:
-        """Say that changes are lost. Raise RuntimeError if the config asks for that."""
+        """Say that changes before `initialize` are lost. Raise RuntimeError if the config of `Init` asks for that."""
         shapes = ", ".join(str(list(tensor.shape)) for tensor in changed)
         message = (
             f"in-place modification of parameters of shape {shapes} within GatheredParameters(modifier_rank=None): no "
             "rank's change counts; pass modifier_rank, the rank whose change all ranks are to have"
         )
-        if any(engine.zero_enable_sanity_checks() for engine in self._of_engine) or any(
-            _CHECKED in vars(tensor) for tensor in changed
-        ):
+        if any(_CHECKED in vars(tensor) for tensor in changed):
             raise RuntimeError(message)
         log.warning("%s", message)
 

@@ -21,7 +21,7 @@ from tests.integration.support.ranks import run_ranks
 from tests.integration.support.tower import Tower
 from tests.integration.support.waiting import wait_until
 from trainer_client import Engine
-from trainer_client.errors import SessionEndedError
+from trainer_client.errors import InPlaceChangeError, SessionEndedError
 
 WIDTH = 128
 BLOCKS = 6
@@ -123,16 +123,18 @@ def assert_numbers_of_plain_torch(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_what_is_written_into_a_parameter_in_a_forward_stays_in_this_process(daemon: Daemon, home: str) -> None:
+def test_what_is_written_into_a_parameter_in_a_forward_is_an_error_and_stays_in_this_process(
+    daemon: Daemon, home: str
+) -> None:
     def overwrite(linear: nn.Linear) -> None:
-        with torch.no_grad():
-            linear.weight.fill_(7.0)
+        linear.weight.data.fill_(7.0)
 
     with start(daemon, f"writes-{home}", home) as engine:
         train(engine, 1)
         before = engine.get_full("blocks.2.linear.weight", "param")
         engine.module.blocks[2].inside = overwrite
-        with torch.no_grad():
+        lost = pytest.raises(InPlaceChangeError, match=r"parameter blocks\.2\.linear\.weight was changed in place")
+        with torch.no_grad(), lost:
             engine(inputs(0))
         after = engine.get_full("blocks.2.linear.weight", "param")
 

@@ -11,6 +11,12 @@ read, because it may be a null pointer with a shape. The data of a released para
 the parameter's shape, and its class is `ReleasedParameter`: if a function of torch needs the values, that class has
 them gathered (see `gather_on_use`), or raises.
 
+[Note: changes in place] The script may change gathered parameters in place, and torch counts only some of these
+changes: not those of `parameter.data`, nor of an array of numpy that shares the memory. So the digests of the bytes are
+compared, and for mapped bytes the pages are asked for that this process has written to. Where a rank always has the
+parameters (stages 0 to 2) the changes count: see step/in_place.py. Elsewhere the memory is given up after each use, so
+a change is an error: see `Unit.require_unchanged`.
+
 [Note: autocast] Within `torch.autocast`, torch keeps a low-precision copy of each fp32 parameter that was used, until
 the outermost context ends. The copies would keep memory of released units, and old values after an update. They are
 therefore dropped when parameters are released, and when an update or the user replaces values (hooks.py), so that a
@@ -20,8 +26,9 @@ still gathered are cast again at their next use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -31,8 +38,10 @@ from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
-from trainer_client.errors import ReleasedParameterError
+from trainer_client.device import CPU
+from trainer_client.errors import ConfigError, ReleasedParameterError
 from trainer_client.model.availability import hide_status, part_of, show_part
+from trainer_client.model.digests import digest_on_device
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
@@ -42,6 +51,9 @@ from trainer_client.model.whole import hide_whole, show_whole
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import SlabName
 from trainer_client.transport.shard_group_name import ShardGroupName
+
+Digests: TypeAlias = tuple[int, ...] | torch.Tensor
+"""The digests of a group's parameters: one of each on the CPU, and on an accelerator one of all, 0-D int64 there."""
 
 # The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
 # NVMe is enough for them.
@@ -117,6 +129,9 @@ class FlatGroup:
         self._memory.free()
         # Whether the data of the parameters are in this group, and not given up to the user.
         self._has_parameters = True
+        # The digests of the values that were gathered last, and whether an accelerator has found others since.
+        self._noted: Digests | None = None
+        self._doubt: torch.Tensor | None = None
 
     @property
     def has_master(self) -> bool:
@@ -264,6 +279,7 @@ class FlatGroup:
     def copy_mapped(self) -> None:
         """Replace mapped partitions by copies, so that their leases can be released."""
         self._memory.copy_mapped()
+        self.note_values()
 
     def release_parameters(self) -> None:
         """Release the parameters, but keep the flat buffer with its values, for the next `allocate`."""
@@ -278,6 +294,7 @@ class FlatGroup:
         """Release the parameters, and free the flat buffer."""
         self.release_parameters()
         self._memory.free()
+        self._noted = None
 
     def gather_on_use(self, gather: Callable[[ModelParameter, str], None]) -> None:
         """Have `gather` called when a function of torch is given a released parameter, with the function's name.
@@ -295,13 +312,79 @@ class FlatGroup:
             return False
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
-    def displaced(self) -> ModelParameter | None:
-        """Return a parameter whose data the script has replaced by other memory; None if there is none.
+    def displaced(self) -> Iterator[tuple[ModelParameter, torch.Tensor]]:
+        """Yield the parameters whose data the script has replaced by other memory, each with its place in the buffer.
 
-        It is None, too, if the flat buffer has no memory.
+        There are none if the flat buffer has no memory.
         """
         pairs = zip(self.parameters, self._whole, strict=True) if self._memory.is_allocated else ()
-        return next((each for each, own in pairs if each.tensor.data_ptr() != own.data_ptr()), None)
+        yield from ((each, own) for each, own in pairs if each.tensor.data_ptr() != own.data_ptr())
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Give displaced parameters their place in the buffer again, with the values that they have now.
+
+        Raises:
+            ConfigError: a parameter has another shape, dtype or device now.
+        """
+        for parameter, own in self.displaced():
+            values = parameter.tensor.detach()
+            if (values.shape, values.dtype, values.device) != (own.shape, own.dtype, own.device):
+                raise ConfigError(
+                    f"parameter {parameter.fqn} has become a tensor of {values.dtype} on {values.device} with shape "
+                    f"{list(values.shape)}, because something was assigned to its `.data`, and the engine trains it as "
+                    f"one of {own.dtype} on {own.device} with shape {list(own.shape)}: assign a tensor of that kind"
+                )
+            own.copy_(values)
+            parameter.tensor.data = own
+
+    def digests(self) -> Digests:
+        """Return the digests of the parameters in the flat buffer, which has memory; see [Note: changes in place]."""
+        if not self.slot_table.numel:
+            return ()
+        if self.device.type != CPU:
+            return self._memory.digest_on_device()
+        return tuple(self._memory.digest(part) for part in self._slots_in_bytes())
+
+    def _slots_in_bytes(self) -> list[slice]:
+        size = self.dtype.itemsize
+        return [slice(slot.offset * size, (slot.offset + slot.numel) * size) for slot in self.slot_table.slots]
+
+    def digests_of_each(self) -> list[int]:
+        """Return the digest of each parameter in the flat buffer, also on an accelerator, which this waits for."""
+        digests = self.digests()
+        if isinstance(digests, torch.Tensor):
+            slots = self.slot_table.slots
+            each = [digest_on_device(self.flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
+            return [int(digest) for digest in torch.stack(each).tolist()]
+        return list(digests)
+
+    def note_values(self) -> None:
+        """Take note of the values that were just gathered, which `find_changed` compares with those that are there."""
+        self._noted = self.digests()
+
+    def find_changed(self) -> ModelParameter | None:
+        """Return a parameter that the script has changed since `note_values`, or given other memory; None for none.
+
+        On an accelerator a changed value is only noted, so that nothing waits for the device; see `take_doubt`.
+        """
+        if (displaced := next(self.displaced(), None)) is not None:
+            return displaced[0]
+        if not self._memory.is_allocated or self._noted is None:
+            return None
+        now, noted = self.digests(), self._noted
+        if isinstance(now, torch.Tensor) or isinstance(noted, torch.Tensor):
+            different = torch.as_tensor(now != noted)
+            self._doubt = different if self._doubt is None else self._doubt | different
+            return None
+        copied = (each for each, *digests in zip(self.parameters, noted, now, strict=True) if len(set(digests)) > 1)
+        mapped = (self.parameters[slot] for slot in self._memory.find_changed(self._slots_in_bytes()))
+        return next(copied, None) or next(mapped, None)
+
+    def take_doubt(self) -> bool:
+        """Return whether `find_changed` has noted a change on an accelerator since the last call. It waits for that."""
+        doubt, self._doubt = self._doubt, None
+        return doubt is not None and bool(doubt)
 
     def _on_released_access(self, parameter: ModelParameter, function: str) -> None:
         self._gather_on_use(parameter, function)

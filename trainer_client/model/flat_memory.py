@@ -17,11 +17,13 @@ bytes as long as they are mapped.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from trainer_client.transport.mapping import FileRange, map_file_at, map_zeros_at
+from trainer_client.model.digests import digest_on_device, digest_on_host
+from trainer_client.transport.mapping import FileRange, map_file_at, map_zeros_at, written_ranges
 
 
 class FlatMemory:
@@ -43,7 +45,8 @@ class FlatMemory:
         self._nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         self._is_allocated = True
-        self._is_mapped = False
+        # The mapped parts of the buffer as [begin, end) in bytes, in their order, and what is mapped there.
+        self._mapped: list[tuple[int, int, FileRange]] = []
         self._marks = torch.tensor(marks, dtype=torch.int64)
         if device.type == "cpu" and numel:
             # The mapping is private, because the kernel would keep the pages of a shared one when they are freed.
@@ -74,12 +77,45 @@ class FlatMemory:
         if self._pages is None or not whole or offset % mmap.PAGESIZE or source.offset % mmap.PAGESIZE:
             return False
         map_file_at(self.tensor.data_ptr() + offset, nbytes, source)
-        self._is_mapped = True
+        self._mapped.append((offset, offset + nbytes, source))
         return True
+
+    def digest(self, part: slice) -> int:
+        """Return the digest of the copied bytes in a part of the buffer, on the CPU. Mapped ones are left out."""
+        assert self._pages is not None, "the buffer is on the CPU"
+        return digest_on_host(memoryview(self._pages), self._copied(part.start, part.stop))
+
+    def digest_on_device(self) -> torch.Tensor:
+        """Return the digest of the whole buffer, 0-D int64 on its device, without a wait for the device."""
+        return digest_on_device(self.tensor)
+
+    def find_changed(self, parts: Sequence[slice]) -> Iterator[int]:
+        """Yield the index of each part of which this process has changed mapped bytes since they were mapped.
+
+        Args:
+            parts: parts of the buffer, in bytes.
+        """
+        content = memoryview(b"") if self._pages is None else memoryview(self._pages)
+        for begin, end, source in self._mapped:
+            for first, last in written_ranges(self.tensor.data_ptr() + begin, end - begin):
+                for index, part in enumerate(parts):
+                    at, stop = max(part.start, begin + first), min(part.stop, begin + last)
+                    stored = os.pread(source.descriptor, max(stop - at, 0), source.offset + at - begin)
+                    if bytes(content[at : max(at, stop)]) != stored:
+                        yield index
+
+    def _copied(self, begin: int, end: int) -> Iterator[slice]:
+        """Yield the parts of [begin, end) that are not mapped."""
+        for first, last, _ in self._mapped:
+            if begin < first:
+                yield slice(begin, min(first, end))
+            begin = max(begin, last)
+        if begin < end:
+            yield slice(begin, end)
 
     def copy_mapped(self) -> None:
         """Replace mapped bytes by a copy in memory of this process."""
-        if self._is_mapped:
+        if self._mapped:
             values = self.tensor.clone()
             self._unmap()
             self.tensor.copy_(values)
@@ -89,7 +125,7 @@ class FlatMemory:
         if self._pages is None:
             self.tensor.untyped_storage().resize_(0)
             return
-        if self._is_mapped:
+        if self._mapped:
             self._unmap()
         else:
             self._pages.madvise(mmap.MADV_DONTNEED)
@@ -97,4 +133,4 @@ class FlatMemory:
 
     def _unmap(self) -> None:
         map_zeros_at(self.tensor.data_ptr(), self._nbytes)
-        self._is_mapped = False
+        self._mapped.clear()

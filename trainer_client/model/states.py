@@ -20,10 +20,10 @@ from typing import Protocol
 
 import torch
 
-from paramserver.contract.kinds import PARAM, Kind
+from paramserver.contract.kinds import MASTER, PARAM, Kind
 from trainer_client.config.home import Home
 from trainer_client.device import CPU
-from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.flat_group import Digests, FlatGroup
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.transport.channel import Pending
@@ -48,7 +48,10 @@ class GroupStates(Protocol):
     def group(self) -> FlatGroup: ...
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`."""
+        """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`.
+
+        Where the parameters are always there, they have what the script has changed in place.
+        """
 
     def hand_over(
         self,
@@ -88,6 +91,9 @@ class PlacedStates:
         # The kinds whose values here are newer than the store's, [partition_numel] each.
         self._newer: dict[Kind, torch.Tensor] = {}
         self._loading: Pending[list[LeasedBytes]] | None = None
+        # The digests of the parameters as the engine has left them; None if it has changed them since, or if no
+        # parameters are always there.
+        self._noted: Digests | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
         if placement.parameters is Home.DEVICE:
@@ -116,10 +122,53 @@ class PlacedStates:
         group = self.group
         return group.slot_table.partition_numel * group.gradient_dtype.itemsize if self.gives_gradients else 0
 
+    @property
+    def is_always_there(self) -> bool:
+        """Whether a rank always has the whole parameters, so that the script can change them at any moment."""
+        return self.placement.residence is not Residence.SHARDED
+
+    @torch.no_grad()
     def read(self, kind: Kind) -> torch.Tensor:
-        if kind in self.held:
-            return self.held[kind][self._own].to("cpu", copy=True)
-        return self._read_stored(kind)
+        self.group.take_back()
+        values = self.held[kind][self._own].to("cpu", copy=True) if kind in self.held else self._read_stored(kind)
+        if kind == MASTER and PARAM in self.held and self.is_always_there:
+            return _with_changes(values, self.held[PARAM][self._own].to("cpu"))
+        return values
+
+    def note_parameters(self) -> None:
+        """Take note of the parameters as the engine has left them, if they are always there. Idempotent."""
+        if self.is_always_there and self._noted is None:
+            self._noted = self.group.digests()
+
+    def find_changes(self) -> list[bool] | torch.Tensor:
+        """Return for each parameter whether the script has changed it since `note_parameters`.
+
+        On an accelerator the answer is one for all of them, 0-D there, without a wait for the device. It can raise
+        ConfigError, see `FlatGroup.take_back`.
+        """
+        if self._noted is None:
+            return []
+        self.group.take_back()
+        now = self.group.digests()
+        if isinstance(now, torch.Tensor) or isinstance(self._noted, torch.Tensor):
+            return torch.as_tensor(now != self._noted)
+        return [before != after for before, after in zip(self._noted, now, strict=True)]
+
+    @torch.no_grad()
+    def adopt(self, step: int) -> None:
+        """Make the parameters count that the script has changed in place. Every rank has to `refill` afterwards.
+
+        They become a part of the uncommitted `step`: at once if the store updates the group, otherwise when the step is
+        handed over. An element of the fp32 master weight stays as it is where the parameter is the rounded element.
+        """
+        if self.is_in_store:
+            self.hand_over({kind: self.read(kind) for kind in self.group.weight_kinds}, step)
+            return
+        self._noted = None
+        if (master := self.held.get(MASTER)) is not None:
+            master.copy_(_with_changes(master, self.held[PARAM]))
+            self._newer[MASTER] = master[self._own]
+        self._newer[PARAM] = self.held[PARAM][self._own]
 
     @torch.no_grad()
     def hand_over(
@@ -128,6 +177,8 @@ class PlacedStates:
         step: int,
         again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
     ) -> None:
+        if PARAM in values:
+            self._noted = None
         for kind in self.held.keys() & values.keys():
             self.held[kind][self._own].copy_(values[kind])
             self._newer.pop(kind, None)
@@ -160,6 +211,7 @@ class PlacedStates:
         """Copy the parameters that `start_load_parameters` has requested. Every rank has to `refill` afterwards."""
         pending, self._loading = self._loading, None
         if pending is not None and self.group.partition is not None:
+            self._noted = None
             with self._store.holding(pending) as (leased,):
                 target = self.group.partition.view(torch.uint8)
                 for piece in leased.pieces():
@@ -176,6 +228,7 @@ class PlacedStates:
 
         `parameters` [partition_numel] are the new parameters if they live in the store.
         """
+        self._noted = None
         self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
         if parameters is not None:
             self._newer[PARAM] = parameters
@@ -210,6 +263,13 @@ class PlacedStates:
     def _named(self, values: Mapping[Kind, torch.Tensor]) -> Sequence[Value]:
         dtype_of, slab = self.group.dtype_of, self.group.slab
         return [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()]
+
+
+def _with_changes(master: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """Return fp32 weights [n] with the values of those parameters [n] that are not the rounded weights."""
+    bits = {2: torch.int16, 4: torch.int32}[parameters.itemsize]
+    is_same = master.to(parameters.dtype).view(bits) == parameters.view(bits)
+    return torch.where(is_same, master, parameters.float())
 
 
 def is_in_store(placed: Placed) -> bool:

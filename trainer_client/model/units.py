@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from trainer_client.errors import InPlaceChangeError
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import Gather, Reuse
+from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import Residence
 from trainer_client.model.unit_policy import UnitSpec
 from trainer_client.transport.channel import Pending
@@ -198,6 +200,7 @@ class Unit:
         self._leases = self._wait_for(pending) if pending else []
         self._next_use = next_use
         mapped = self._gather.finish(self.groups, self._leases, may_map=may_map)
+        self.note_values()
         kept = {leased.lease_id for leased in mapped}
         copied = [leased for leased in self._leases if leased.lease_id not in kept]
         if copied:
@@ -224,6 +227,10 @@ class Unit:
     @property
     def is_held(self) -> bool:
         return self._holders > 0
+
+    @property
+    def is_held_once(self) -> bool:
+        return self._holders == 1
 
     def hold(self) -> None:
         """Gather the parameters and keep them gathered until `release_hold` was called as often.
@@ -291,22 +298,46 @@ class Unit:
             self._leases = []
             self.state = UnitState.SHARDED
 
-    def require_parameters(self) -> None:
-        """Check that the script has not given a resident unit's parameters other memory than that which is trained.
+    def take_back_parameters(self) -> None:
+        """Give a resident unit's parameters their own memory again, with the values that the script has given them.
+
+        The script may assign tensors to their `.data`. What is trained is the unit's own memory.
 
         Raises:
-            RuntimeError: it has, so training would not change what the model computes.
+            ConfigError: the script has given a parameter another shape, dtype or device.
         """
-        if self.state is not UnitState.RESIDENT:
-            return
-        for group in self.groups:
-            if (parameter := group.displaced()) is not None:
-                raise RuntimeError(
-                    f"parameter {parameter.fqn} has other memory than that which the engine trains, because something "
-                    "was assigned to its `.data`: assign the former tensor again, or restart the job, which goes on "
-                    "from its last committed step; change values in place within engine.gathered(parameters, "
-                    "modifier_rank=0), or with engine.set_full()"
-                )
+        if self.state is UnitState.RESIDENT:
+            for group in self.groups:
+                group.take_back()
+
+    def require_unchanged(self) -> None:
+        """Check that the script has not changed parameters in place since they were gathered, unless a user holds them.
+
+        A resident unit has nothing to check, because its memory is never given up. On an accelerator the values are
+        only noted, for `require_undoubted`.
+
+        Raises:
+            InPlaceChangeError: it has changed a parameter, and the change would be lost.
+        """
+        if not self.is_held and (changed := self.find_changed()) is not None:
+            raise InPlaceChangeError(changed.fqn)
+
+    def require_undoubted(self) -> None:
+        """Check what `require_unchanged` has noted on an accelerator, which this waits for. It raises the same."""
+        doubtful = [group for group in self.groups if group.take_doubt()]
+        if doubtful:
+            raise InPlaceChangeError(f"{doubtful[0].parameters[0].fqn} (or another one of its unit)")
+
+    def note_values(self) -> None:
+        """Take note of the gathered values, for `find_changed`, unless they are there always."""
+        for group in self.groups if self.state is not UnitState.RESIDENT else ():
+            group.note_values()
+
+    def find_changed(self) -> ModelParameter | None:
+        """Return a parameter that was changed in place since the gather, if the unit is gathered and not resident."""
+        if self.state is not UnitState.GATHERED:
+            return None
+        return next((changed for group in self.groups if (changed := group.find_changed()) is not None), None)
 
     def check(self) -> None:
         """Raise SessionEndedError if mapped bytes of the store may be those of another session."""

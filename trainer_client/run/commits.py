@@ -98,6 +98,11 @@ class Commits:
         """The client state at the end of the last step; None if steps are not committed: it is not encoded then."""
         return self._of_last_step
 
+    @property
+    def commits_steps(self) -> bool:
+        """Whether steps are committed at all."""
+        return self._interval > 0
+
     def note_state(self, client_state: bytes) -> None:
         """Store the client state with which the run resumes. A commit of an earlier run had it."""
         self._of_last_step = client_state

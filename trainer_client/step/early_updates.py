@@ -58,7 +58,7 @@ class EarlyUpdates:
     """
 
     def __init__(self, store: RankStore, *, are_final: bool = False) -> None:
-        self._are_final = are_final
+        self.are_final = are_final
         self.begun = 0
         self.withdrawn = 0
         self._store = store
@@ -77,7 +77,7 @@ class EarlyUpdates:
             table: the hyper-parameters that `update` names by number.
             rows: those of each shard; None: the shard stays as it is.
         """
-        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self._are_final)
+        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self.are_final)
         self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
         self.begun += 1
 
@@ -110,7 +110,7 @@ class EarlyUpdates:
             change: the reason, as the beginning of a sentence.
             group: the flat group that changes; None: all of them.
         """
-        if self._are_final and (self._of_group if group is None else group in self._of_group):
+        if self.are_final and (self._of_group if group is None else group in self._of_group):
             raise PhaseError(f"{change}, but {_PROMISE}")
 
     def require_kept(self, use: str) -> None:
@@ -119,7 +119,7 @@ class EarlyUpdates:
         Args:
             use: the use of a gradient that needs it, as the beginning of a sentence.
         """
-        if self._are_final:
+        if self.are_final:
             raise PhaseError(f"{use}, but {_PROMISE}")
 
     def withdraw(self, group: str) -> None:

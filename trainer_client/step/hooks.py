@@ -56,7 +56,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import PhaseError, ReleasedParameterError, SessionEndedError, StoreError
+from trainer_client.errors import InPlaceChangeError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.stand_in import only_for
@@ -264,8 +264,12 @@ class UnitHooks:
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
-        """Reduce what is left and release all units, because autograd is done. All ranks must call this."""
+        """Reduce what is left and release all units, because autograd is done. All ranks must call this.
+
+        It can raise InPlaceChangeError.
+        """
         self._residency.pause()
+        self._residency.require_unchanged()
         for use in self._reduction_order.finish():
             self._reduce(use)
         self._end_uses(keep=True)
@@ -375,10 +379,16 @@ class UnitHooks:
         self._module_hooks.clear()
 
     def begin_step(self) -> None:
-        """Release all units with their leases, because the step is about to change the parameters."""
+        """Release all units with their leases, because the step is about to change the parameters.
+
+        It can raise InPlaceChangeError.
+        """
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_STEP)
         self._lanes.finish_copies_in()
+        self._residency.require_unchanged()
+        for unit in self._units:
+            unit.require_undoubted()
         self._end_uses(keep=False)
         self._forwards.end_all()
         self._external.end_step()
@@ -441,7 +451,7 @@ class UnitHooks:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
-        self._require_parameters()
+        self._take_back_parameters()
         outermost = not self._running
         if outermost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
             # A backward pass runs this forward again. If the user has started it, it begins here and not with the first
@@ -468,11 +478,11 @@ class UnitHooks:
         if not nested:
             self._hold(unit, Part.FORWARD, self._external.registered(unit))
 
-    def _require_parameters(self) -> None:
-        """Raise RuntimeError if an outermost forward with gradients would use other memory than what is trained."""
+    def _take_back_parameters(self) -> None:
+        """Have an outermost forward with gradients use the memory that is trained. It can raise ConfigError."""
         if not self._running and torch.is_grad_enabled() and self.phase is not Phase.BACKWARD:
             for unit in self._units:
-                unit.require_parameters()
+                unit.take_back_parameters()
 
     def _leave(self, module: nn.Module) -> None:
         """Note that the forward of `module` has ended, has raised, or was refused before it began."""
@@ -486,14 +496,19 @@ class UnitHooks:
                 self.fail_forward()
                 return
         # If the forward has failed, its own error is raised, not that of a session which has ended meanwhile.
-        with nullcontext() if frame.has_returned else suppress(SessionEndedError):
-            if all(other.unit is not unit for other in self._running):
-                self._release_after_forward(unit, may_release=frame.may_release)
-            if self._running:
-                self._recorder.compute("forward", self._running[-1].unit.fqn)
-            else:
-                self._end_forward()
-                self._residency.check()
+        with nullcontext() if frame.has_returned else suppress(SessionEndedError, InPlaceChangeError):
+            try:
+                if all(other.unit is not unit for other in self._running):
+                    self._release_after_forward(unit, may_release=frame.may_release)
+                if self._running:
+                    self._recorder.compute("forward", self._running[-1].unit.fqn)
+                else:
+                    self._end_forward()
+                    self._residency.check()
+            except InPlaceChangeError:
+                if not self._running:
+                    self.fail_forward()
+                raise
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
         """End the unit's hold for its forward, except that of the root in a forward with gradients.
@@ -507,7 +522,11 @@ class UnitHooks:
         self._residency.release(Holder(unit.index, Part.FORWARD), self._trace)
 
     def _end_forward(self) -> None:
-        """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE."""
+        """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE.
+
+        It can raise InPlaceChangeError.
+        """
+        self._residency.require_unchanged()
         self._recorder.compute(None)
         if self._trace is self._inference:
             # Modules within may have run with gradients.

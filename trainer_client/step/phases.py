@@ -15,7 +15,7 @@
 | end_step       |           |           |          |          | IDLE |           |        |
 | offload        | OFFLOADED |           |          |          |      | OFFLOADED |        |
 | reload         |           |           |          |          |      | IDLE      |        |
-| fail_change    | FAILED    |           |          |          |      |           |        |
+| fail_change    | FAILED    |           | FAILED   |          |      |           |        |
 
 An empty field is refused. An inference within FORWARD (an evaluation between a forward and its backward) does not
 change the phase. Forwards within BACKWARD are recomputations, which belong to the backward pass and have no verb. A
@@ -94,6 +94,7 @@ _TRANSITIONS: Mapping[tuple[Verb, Phase], Phase] = {
     (Verb.OFFLOAD, Phase.OFFLOADED): Phase.OFFLOADED,
     (Verb.RELOAD, Phase.OFFLOADED): Phase.IDLE,
     (Verb.FAIL_CHANGE, Phase.IDLE): Phase.FAILED,
+    (Verb.FAIL_CHANGE, Phase.FORWARD): Phase.FAILED,
 }
 
 

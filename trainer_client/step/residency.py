@@ -139,6 +139,15 @@ class Residency:
         for unit in self._units:
             unit.check()
 
+    def require_unchanged(self) -> None:
+        """Check that the script has not changed the parameters of gathered units in place.
+
+        Raises:
+            InPlaceChangeError: it has, and the change would be lost.
+        """
+        for unit in self._units:
+            unit.require_unchanged()
+
     def share(self, unit: Unit, holder: Holder) -> None:
         """Keep a unit that is gathered already until `holder` ends its hold."""
         self._holders[unit.index].add(holder)
@@ -147,12 +156,16 @@ class Residency:
     def release(self, holder: Holder, trace: Trace) -> None:
         """End the holds of `holder`, and release the units that no other holder needs.
 
+        It can raise InPlaceChangeError, see `require_unchanged`.
+
         A unit whose forward is over stays if it is used again at once, because the last unit of the forward is the
         first one of the backward.
         """
         stays = holder.user if holder.part is Part.FORWARD and trace.next_unit() == holder.user else None
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
+            if not self._holders[index]:
+                self._units[index].require_unchanged()
             if index != stays:
                 self._release_if_idle(self._units[index], trace)
 
@@ -275,6 +288,7 @@ class Residency:
         self._transient = [other for other in self._transient if other.is_mapped]
         if unit.transient_host_bytes and len(self._transient) >= UNITS_MAPPED_AT_ONCE:
             smallest = min(self._transient, key=lambda other: other.transient_host_bytes)
+            smallest.require_unchanged()
             smallest.copy_mapped()
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 

@@ -18,6 +18,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients
+from trainer_client.step.in_place import InPlaceChanges
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.updates import UpdateRule, Updates
 from trainer_client.store_optimizer import StoreOptimizer
@@ -57,6 +58,7 @@ class TrainingStep:
 
     Args:
         early: the early updates, the same object that `gradients` and `updates` have.
+        changes: what the script changes in place.
         begins_early: whether the store may begin with updates in the backward pass.
         parameters: how many parameters the model has.
         required: the parameters of which a step must have a gradient, as long as they are trained.
@@ -77,6 +79,7 @@ class TrainingStep:
         scaler: LossScaler,
         clipping: Clipping,
         early: EarlyUpdates,
+        changes: InPlaceChanges,
         begins_early: bool,
         parameters: int,
         required: Sequence[ModelParameter] = (),
@@ -91,6 +94,7 @@ class TrainingStep:
         self._scaler = scaler
         self._clipping = clipping
         self._early = early
+        self._changes = changes
         self._begins_early = begins_early
         self._required = required
         # The clipping that the user has chosen for the step under way; None if it is the config's. The last step's
@@ -113,7 +117,10 @@ class TrainingStep:
             is_last: whether it is the last one of the step, and reduces gradients as the backwards of units end.
         """
         rule = None
-        if is_last and self._begins_early and not self._clips and self._can_update():
+        # The script's changes in place are put into the store when the step is made, so an update that begins before
+        # has to be withdrawn then. A final one cannot be.
+        begins_early = is_last and self._begins_early and not self._clips and self._can_update()
+        if begins_early and not (self._early.are_final and self._changes.find_own()):
             group_of = self._optimizer.groups_of_parameters()
             present = [True] * len(self.update_counts)
             rule = self._rule(self._scale(torch.ones((), dtype=torch.float32)), self._last.value, group_of, present)

@@ -9,13 +9,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 # Linux flags that Python's mmap module lacks. The values are the same on all processors that torch is built for.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_DONTNEED = 4
+
+# A file of Linux with 8 bytes for each page of this process. Bits 63 and 62 say that the page is in memory or swapped
+# out, and bit 61 that it is one of a file or of shared memory, and no copy of this process.
+_PAGE_MAP = Path("/proc/self/pagemap")
+_ENTRY_BYTES = 8
+_IS_THERE, _IS_OF_FILE = -(1 << 62), 1 << 61
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -91,6 +101,34 @@ def show_file_again(view: memoryview) -> None:
     if _libc.madvise(address, len(view), _MADV_DONTNEED) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"madvise of {len(view)} bytes: {os.strerror(error)}")
+
+
+def written_ranges(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a mapping of `map_file_at` that this process may have written to, as [begin, end) in bytes.
+
+    They are whole pages. Where the kernel does not tell which, the part is the whole mapping.
+    """
+    try:
+        with _PAGE_MAP.open("rb", buffering=0) as page_map:
+            content = os.pread(
+                page_map.fileno(),
+                -(-nbytes // mmap.PAGESIZE) * _ENTRY_BYTES,
+                address // mmap.PAGESIZE * _ENTRY_BYTES,
+            )
+    except OSError:
+        content = b""
+    if len(content) * mmap.PAGESIZE < nbytes * _ENTRY_BYTES:
+        yield 0, nbytes
+        return
+    entries = torch.frombuffer(bytearray(content), dtype=torch.int64)
+    pages = ((entries & _IS_THERE) != 0) & ((entries & _IS_OF_FILE) == 0)
+    if not pages.any():
+        return
+    numbers = pages.nonzero().flatten()
+    ends = torch.cat([numbers.diff() != 1, torch.tensor([True])])
+    begins = torch.cat([torch.tensor([True]), ends[:-1]])
+    for first, last in zip(numbers[begins].tolist(), numbers[ends].tolist(), strict=True):
+        yield first * mmap.PAGESIZE, min((last + 1) * mmap.PAGESIZE, nbytes)
 
 
 def map_zeros_at(address: int, nbytes: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from trainer_client.model.flat_memory import FlatMemory
+from trainer_client.transport import mapping
 from trainer_client.transport.mapping import FileRange, map_file_at
 
 PAGE = mmap.PAGESIZE
@@ -126,3 +128,37 @@ def test_a_refusal_of_the_kernel_is_an_error_and_changes_nothing() -> None:
         map_file_at(flat.tensor.data_ptr(), PAGE, FileRange(descriptor=-1, offset=0))
 
     assert flat.tensor.eq(7.0).all()
+
+
+def test_changed_bytes_are_found_where_they_are_mapped_and_where_they_are_copies(shared: FileRange) -> None:
+    """The first page is mapped, the rest is a copy."""
+    flat = memory()
+    assert flat.map_range(0, PAGE, shared)
+    flat.tensor[PAGE // 4 :] = 2.0
+    parts = [slice(0, PAGE // 2), slice(PAGE // 2, 2 * PAGE), slice(2 * PAGE, NUMEL * 4)]
+    before = [flat.digest(part) for part in parts]
+
+    assert list(flat.find_changed(parts)) == []
+    flat.tensor.mul_(1.0)
+    assert (list(flat.find_changed(parts)), [flat.digest(part) for part in parts]) == ([], before)
+    flat.tensor.numpy()[3] = 5.0
+    assert list(flat.find_changed(parts)) == [0]
+    flat.tensor[PAGE // 8 : PAGE // 4 + 1] = -1.0
+    assert list(flat.find_changed(parts)) == [0, 1]
+    assert [now == then for now, then in zip((flat.digest(part) for part in parts), before, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_without_the_kernels_map_of_pages_all_mapped_bytes_are_compared(
+    shared: FileRange, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mapping, "_PAGE_MAP", tmp_path / "none")
+    flat = memory()
+    assert flat.map_range(0, NUMEL * 4, shared)
+
+    assert list(flat.find_changed([slice(0, PAGE), slice(PAGE, NUMEL * 4)])) == []
+    flat.tensor[-1] = 0.0
+    assert list(flat.find_changed([slice(0, PAGE), slice(PAGE, NUMEL * 4)])) == [1]

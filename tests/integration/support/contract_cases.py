@@ -1,0 +1,228 @@
+"""The rows of docs/torch-contract.md as loops, each of which runs in plain PyTorch and with an engine.
+
+A case is a function of a loop. It yields what has to be the same in both, and raises where the engine refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import AdamW
+
+from trainer_client import Engine
+
+STEPS = 3
+Case = Callable[["Loop"], Iterable[Any]]
+CASES: dict[str, Case] = {}
+
+
+def row(text: str) -> Callable[[Case], Case]:
+    """Register a case for the row of the page with this text in its first column."""
+
+    def register(case: Case) -> Case:
+        assert text not in CASES, text
+        CASES[text] = case
+        return case
+
+    return register
+
+
+class Model(nn.Module):
+    """A model with units, a weight of its own, a frozen layer and an embedding."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8, max_norm=max_norm)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.average = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.inside: Callable[[nn.Module], None] = lambda _: None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        self.inside(self)
+        return (hidden - self.average(hidden)).square().mean()
+
+
+class Loop:
+    """A training loop over a model, in plain PyTorch or with an engine.
+
+    Attributes:
+        model: the script's model.
+        optimizer: the optimizer that the loop steps.
+        engine: the engine; None in plain PyTorch.
+    """
+
+    def __init__(self, begin: Callable[[nn.Module, AdamW], Engine] | None) -> None:
+        self._begin = begin
+        self.engine: Engine | None = None
+        self.build()
+
+    def build(self, **arguments: Any) -> None:
+        """Build the model anew, with other arguments, before the loop begins."""
+        torch.manual_seed(0)
+        self.model: Any = Model(**arguments)
+        self.optimizer: Any = AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05, fused=True)
+
+    def start(self) -> None:
+        """Begin the training. Cases may build another model, or prepare it, before."""
+        if self._begin is not None and self.engine is None:
+            self.engine = self._begin(self.model, self.optimizer)
+            self.optimizer = self.engine.optimizer
+
+    def loss(self, step: int = 0) -> torch.Tensor:
+        self.start()
+        tokens = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(step))
+        loss: torch.Tensor = (self.engine or self.model)(tokens)
+        return loss
+
+    def backward(self, step: int = 0) -> torch.Tensor:
+        loss = self.loss(step)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: Iterable[int], *, before: Any = None, after: Any = None) -> Iterator[torch.Tensor]:
+        """Make steps, and yield their losses. `before` and `after` are called with the model around `step`."""
+        for step in steps:
+            yield self.backward(step)
+            if before is not None:
+                before(self.model)
+            self.step()
+            if after is not None:
+                after(self.model)
+
+    def gathered(self, parameters: Any, **arguments: Any) -> AbstractContextManager[None]:
+        self.start()
+        return nullcontext() if self.engine is None else self.engine.gathered(parameters, **arguments)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = (
+            self.model.state_dict() if self.engine is None else self.engine.full_state_dict()
+        )
+        return weights
+
+
+# --- weights that are changed in place
+
+
+@row("clamps weights after each step (`p.clamp_()` under `no_grad`)")
+def clamp(loop: Loop) -> Iterator[Any]:
+    @torch.no_grad()
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.3, 0.3)
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("changes `p.data` in place after each step")
+def clamp_data(loop: Loop) -> Iterator[Any]:
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("writes to `p.detach().numpy()` after each step")
+def write_by_numpy(loop: Loop) -> Iterator[Any]:
+    def change(model: nn.Module) -> None:
+        model.get_parameter("blocks.0.weight").detach().numpy()[2] = 0.5
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("calls `vector_to_parameters` after each step")
+def set_vector(loop: Loop) -> Iterator[Any]:
+    def change(model: nn.Module) -> None:
+        vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.5, model.parameters())
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("assigns to `p.data` (averages of weights in the model: MoCo, BYOL, DINO)")
+def average(loop: Loop) -> Iterator[Any]:
+    def change(model: Any) -> None:
+        for ours, theirs in zip(model.average.parameters(), model.blocks[0].parameters(), strict=True):
+            ours.data = ours.data * 0.9 + theirs.data * 0.1
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("masks weights between backward and step")
+def mask(loop: Loop) -> Iterator[Any]:
+    def change(model: Any) -> None:
+        model.blocks[1].weight.data.mul_(torch.arange(64).view(8, 8) % 3 > 0)
+
+    yield from loop.train(range(STEPS), before=change)
+
+
+@row("changes a weight in its forward (a first batch that sets scales)")
+def first_batch(loop: Loop) -> Iterator[Any]:
+    def change(model: Any) -> None:
+        model.scale.data.fill_(0.5)
+        model.inside = lambda _: None
+
+    loop.model.inside = change
+    yield from loop.train(range(STEPS))
+
+
+@row("has an `Embedding` with `max_norm`")
+def renormalize(loop: Loop) -> Iterator[Any]:
+    loop.build(max_norm=1.0)
+    yield from loop.train(range(STEPS))
+
+
+@row("changes weights within `engine.gathered(modifier_rank=0)`")
+def change_gathered(loop: Loop) -> Iterator[Any]:
+    def change(model: Any) -> None:
+        with loop.gathered(model, modifier_rank=0), torch.no_grad():
+            model.blocks[0].weight.clamp_(-0.1, 0.1)
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("changes weights within `engine.gathered()`")
+def change_read(loop: Loop) -> Iterator[Any]:
+    def change(model: Any) -> None:
+        with loop.gathered(model):
+            model.blocks[0].weight.data.clamp_(-0.1, 0.1)
+
+    yield from loop.train(range(STEPS), after=change)
+
+
+@row("changes a weight in a hook of its gradient (an optimizer in the backward pass)")
+def change_in_hook(loop: Loop) -> Iterator[Any]:
+    def change(parameter: torch.Tensor) -> None:
+        parameter.data.mul_(0.9)
+
+    loop.model.blocks[0].weight.register_post_accumulate_grad_hook(change)
+    yield from loop.train(range(STEPS))
+
+
+@row("gives a weight another shape or dtype by `p.data = ...`")
+def change_kind(loop: Loop) -> Iterator[Any]:
+    yield loop.backward()
+    loop.step()
+    with loop.gathered([loop.model.scale]):
+        loop.model.scale.data = torch.ones(1)
+        yield loop.backward()
+    loop.step()
+
+
+@row("calls `model.load_state_dict()`")
+def load(loop: Loop) -> Iterator[Any]:
+    yield from loop.train(range(1))
+    loop.model.load_state_dict({"scale": torch.full((8,), 0.5)}, strict=False)
+    yield from loop.train(range(STEPS))
