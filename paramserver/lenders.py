@@ -272,7 +272,7 @@ class _AnsweredStream:
         elif expected.into is None or not _fits(response, *expected.into):
             raise LenderError("the lender has sent other bytes than it was asked for")
         else:
-            # The checksum of the chunk is not compared, because the remote tier compares those of the blocks.
+            # The checksum of the chunk is not compared, because the remote tier authenticates the blocks.
             expected.into[1][:] = response.data
             expected.answer.set_result(True)
         self._expected.popleft()

@@ -192,7 +192,7 @@ LENDERS: tuple[Figure[admin_pb.TierInfo.Lender], ...] = (
     Figure("lender_misses", "Reads of copies that the lender had lost.", lambda lender: lender.misses, is_counter=True),
     Figure(
         "lender_wrong_blocks",
-        "Reads whose bytes did not have their checksum.",
+        "Reads whose bytes were not those that the daemon had sent.",
         lambda lender: lender.wrong_blocks,
         is_counter=True,
     ),

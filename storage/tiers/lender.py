@@ -1,7 +1,7 @@
 """The contract of a lender: another daemon that lends its host memory, as the remote tier uses it.
 
 The engine has no network, so the daemon fulfils this contract (`paramserver/lenders`). A lender needs no trust for the
-integrity of the bytes, because the remote tier verifies what it reads. It does see the bytes.
+integrity of the bytes, because the remote tier authenticates what it reads (`block_macs`). It does see the bytes.
 """
 
 from __future__ import annotations

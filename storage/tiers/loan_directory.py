@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from storage.integrity import BLOCK_BYTES
+from storage.tiers.block_macs import SEAL_BYTES
 from storage.tiers.contract import Region
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.giving_way import giving_way
@@ -39,6 +40,8 @@ class RemoteCopy:
     is_dropped: bool = False
     _number_of: dict[Region, int] = field(default_factory=dict)
     _owners: bytearray = field(default_factory=bytearray)
+    # The seals of all blocks, as `BlockMacs` makes them. Those of a block without an owner mean nothing.
+    _seals: bytearray = field(default_factory=bytearray)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -70,6 +73,16 @@ class RemoteCopy:
         """Take whole blocks away from all versions, because other bytes are about to be written there."""
         first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
         self._owners[first:end] = bytes(end - first)
+
+    def put_seals(self, offset: int, seals: bytes) -> None:
+        """Keep the seals of whole blocks from byte `offset` on, whose bytes are about to be written there."""
+        start = offset // BLOCK_BYTES * SEAL_BYTES
+        self._seals[start : start + len(seals)] = seals
+
+    def seals_of(self, offset: int, nbytes: int) -> memoryview:
+        """Return the seals of whole blocks."""
+        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        return memoryview(self._seals[first * SEAL_BYTES : end * SEAL_BYTES])
 
     def give(self, number: int, offset: int, nbytes: int) -> None:
         """Give whole blocks to the version of a number, unless another one has been begun since."""
@@ -133,7 +146,8 @@ class LoanDirectory:
         if index is None:
             return None, dropped
         copy = RemoteCopy(self._free.cut(index, nbytes), nbytes, next_use)
-        copy._owners = bytearray(-(-nbytes // BLOCK_BYTES))
+        blocks = -(-nbytes // BLOCK_BYTES)
+        copy._owners, copy._seals = bytearray(blocks), bytearray(blocks * SEAL_BYTES)
         self._copies[copy] = None
         self.used_bytes += nbytes
         return copy, dropped

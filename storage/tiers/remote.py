@@ -27,6 +27,7 @@ from typing import NamedTuple
 from storage.errors import DamagedBlockError
 from storage.shard import TierName
 from storage.tiers.base import TierCounters
+from storage.tiers.block_macs import BlockMacs
 from storage.tiers.contract import Move, Region
 from storage.tiers.lender import SPAN_BYTES, BorrowedMemory, Lender, LenderError
 from storage.tiers.loan_directory import RemoteCopy
@@ -85,6 +86,7 @@ class RemoteTier:
         self._retry_seconds = retry_seconds
         self._is_always_used = is_always_used
         self._on_event = on_event
+        self._macs = BlockMacs()
         self._where: dict[Region, tuple[Source, RemoteCopy]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = 0
@@ -321,14 +323,16 @@ class RemoteTier:
     async def read(self, reads: Sequence[RemoteRead], *, verified: bool) -> list[Move[Region]]:
         """Fill the buffers from the lenders, and return the moves that must be made elsewhere after all.
 
-        The caller holds the regions. Without `verified` the caller verifies the bytes itself.
+        The caller holds the regions. All bytes are those that were sent to the lender. Without `verified` the caller
+        compares them with the checksums of their regions itself.
         """
         sources = dict.fromkeys(read.source for read in reads)
         parts = [[read for read in reads if read.source is source] for source in sources]
         filling = [self._read_from(source, part) for source, part in zip(sources, parts, strict=True)]
         filled = [read for part in await asyncio.gather(*filling) for read in part]
-        if verified:
-            right = await asyncio.to_thread(lambda: [_is_right(move) for move, _, _ in filled])
+        seals = [copy.seals_of(move.offset, len(move.buffer)) for move, _, copy in filled]
+        if filled:
+            right = await asyncio.to_thread(self._find_right, filled, seals, verified=verified)
             for one, is_right in zip(filled, right, strict=True):
                 if not is_right:
                     self._note_wrong(*one)
@@ -338,6 +342,13 @@ class RemoteTier:
         self.counters.hits += len(filled)
         self.counters.misses += len(reads) - len(filled)
         return [move for move, _, _ in reads if id(move) not in done]
+
+    def _find_right(self, filled: Sequence[RemoteRead], seals: Sequence[memoryview], *, verified: bool) -> list[bool]:
+        """Return for each read whether its bytes are those that were sent. This runs on a thread of its own."""
+        return [
+            self._macs.is_right(seal, move.region.label, move.offset, move.buffer) and (not verified or _is_right(move))
+            for (move, _, _), seal in zip(filled, seals, strict=True)
+        ]
 
     async def _read_from(self, source: Source, part: Sequence[RemoteRead]) -> list[RemoteRead]:
         """Read from one lender, and return what it has filled."""
@@ -380,7 +391,7 @@ class RemoteTier:
         return filled
 
     def _note_wrong(self, move: Move[Region], source: Source, copy: RemoteCopy) -> None:
-        """Take note of bytes that do not have their checksum, unless they were overwritten meanwhile."""
+        """Take note of bytes that were not sent like this, unless they were overwritten meanwhile."""
         if not copy.owns(move.region, move.offset, len(move.buffer)):
             return
         source.wrong_blocks += 1
@@ -417,7 +428,8 @@ class RemoteTier:
     async def push(self, moves: Sequence[Move[Region]]) -> None:
         """Send the bytes of those moves for whose versions `begin` made room. Cancelling it is safe at any time.
 
-        The buffers are not touched any more when this has ended.
+        The buffers are not touched any more when this has ended. If it was cancelled, a thread may still read them for
+        a moment, but what it computes is not used.
         """
         for move in moves:
             found = self._where.get(move.region)
@@ -429,6 +441,9 @@ class RemoteTier:
             number = copy.newest
             # Without the bytes of the old version from here on, nothing that is in the room is of use.
             copy.take(move.offset, len(move.buffer))
+            seals = await asyncio.to_thread(self._macs.seal, move.region.label, move.offset, move.buffer)
+            if copy.newest == number:
+                copy.put_seals(move.offset, seals)
             for address, offset, piece in _spans(copy, move):
                 room_to_send = source.room_to_send
                 await room_to_send.acquire()

@@ -8,11 +8,14 @@ time, so that its reads go to the lenders. Each strike hits one lender:
 - it is stopped with SIGSTOP, for longer or for shorter than the time-out of the borrower;
 - its link is cut, for longer or for shorter than that;
 - its link is slow: 1 MB/s;
-- its operator lends less, or nothing, for some time (`lend_budget` and `paramserver-admin reload`).
+- its operator lends less, or nothing, for some time (`lend_budget` and `paramserver-admin reload`);
+- it lies for some time: it returns forged blocks, older blocks, or blocks of other places, and acknowledges bytes that
+  it does not keep (`tests/faults/hostile_lender.py`).
 
 Where namespaces or `tc` are not to be had, all daemons are on Unix sockets, and no link is cut or slow. The report says
 so. Ten strikes make a round. The program prints a report in JSON at the end; the exit status is 1 if a rank ended, a
-bit differs, no read was served by a lender, or bytes of a loan are left at a lender when the borrower has stopped.
+bit differs, no read was served by a lender, no lie was noticed, or bytes of a loan are left at a lender when the
+borrower has stopped.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import grpc
 from benchmarks.common.namespaces import NamespaceError, cut, join, shape, switched, unshape
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.faults.hostile_lender import lies_of
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.outliving import differences, make_plan, outlive
 from tests.integration.support.ranks import Launch
@@ -49,8 +53,10 @@ SLOW_BURST = "64kb"
 # The shares of a time-out for which a lender is hit, at least and at most.
 DURATIONS = {"kill": (0.2, 4.0), "stop": (1.5, 4.0), "pause": (0.1, 0.9), "empty": (0.5, 4.0), "shrink": (0.5, 4.0)}
 LINK_DURATIONS = {"cut": (1.5, 12.0), "glitch": (0.1, 0.9), "slow": (0.5, 8.0)}
+LIE_DURATIONS = {"forge": (0.5, 4.0), "replay": (0.5, 4.0), "lie": (0.5, 4.0)}
 KINDS = tuple(DURATIONS)
 LINK_KINDS = tuple(LINK_DURATIONS)
+LIE_KINDS = tuple(LIE_DURATIONS)
 EVICT_SECONDS = 0.02
 # The time in which a lender must notice that its borrower was killed.
 GONE_SECONDS = 10.0
@@ -74,10 +80,11 @@ class LendingDaemon:
         """Start a lender in a network namespace; without one (""), it has its Unix socket only, and no address."""
         self._state_dir = state_dir
         self._namespace = namespace
+        self._lies = lies_of(state_dir.with_name(f"{state_dir.name}.toml"))
         self._listens = {"listen": address, "insecure": True} if namespace else {}
         self.daemon = self._start()
         self.address = address if namespace else self.daemon.address
-        self.recovery: Callable[[], None] | None = None
+        self.recovery: Callable[[], object] | None = None
         self.recovers_at = 0.0
 
     def hit(self, kind: str, seconds: float) -> None:
@@ -92,6 +99,9 @@ class LendingDaemon:
         elif kind in ("cut", "glitch"):
             cut(self._namespace)
             self.recovery = lambda: join(self._namespace)
+        elif kind in LIE_KINDS:
+            self._lies.write_text(kind)
+            self.recovery = lambda: self._lies.write_text("")
         elif kind == "slow":
             refusal = shape([self._namespace], SLOW_GIGABYTES_PER_SECOND, burst=SLOW_BURST)
             assert refusal is None, refusal
@@ -125,7 +135,8 @@ class LendingDaemon:
 
     def _start(self) -> Daemon:
         budgets = {"host_budget": "48MiB", "lend_budget": "32MiB"}
-        return Daemon(self._state_dir, budgets | self._listens, namespace=self._namespace)
+        module = "tests.faults.hostile_lender"
+        return Daemon(self._state_dir, budgets | self._listens, module=module, namespace=self._namespace)
 
     def _restart(self) -> None:
         self.daemon = self._start()
@@ -167,7 +178,7 @@ class Striker:
         standing = [lender for lender in self._lenders if lender.recovery is None]
         if self._kinds and now >= self._next_at and standing:
             kind = self._kinds.pop(0)
-            shares = (DURATIONS | LINK_DURATIONS)[kind]
+            shares = (DURATIONS | LIE_DURATIONS | LINK_DURATIONS)[kind]
             self._rng.choice(standing).hit(kind, TIMEOUT_SECONDS * self._rng.uniform(*shares))
             self.strikes.append(kind)
             self._next_at = now + self._rng.uniform(0.05, 0.6)
@@ -273,7 +284,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     left = args.strikes
     refusal = why_no_links()
-    kinds_at_hand = KINDS + LINK_KINDS if refusal is None else KINDS
+    kinds_at_hand = KINDS + LIE_KINDS + (LINK_KINDS if refusal is None else ())
     with tempfile.TemporaryDirectory(prefix="lenders-") as temporary:
         whole = train_without_lenders(Path(temporary) / "whole", args.steps)
         while left > 0:
@@ -285,9 +296,18 @@ def main() -> None:
             left -= max(1, len(played["strikes"]))
     failed = [played for played in rounds if is_failed(played)]
     total = Counter(kind for played in rounds for kind in played["strikes"])
-    report = {"seed": seed, "no_links": refusal, "strikes": total, "failed_rounds": len(failed), "rounds": rounds}
+    wrong_blocks = sum(played.get("wrong_blocks", 0) for played in rounds)
+    is_blind = any(total[kind] for kind in LIE_KINDS) and not wrong_blocks
+    report = {
+        "seed": seed,
+        "no_links": refusal,
+        "strikes": total,
+        "wrong_blocks": wrong_blocks,
+        "failed_rounds": len(failed),
+        "rounds": rounds,
+    }
     print(json.dumps(report, indent=2))
-    raise SystemExit(1 if failed or total.total() < args.strikes else 0)
+    raise SystemExit(1 if failed or is_blind or total.total() < args.strikes else 0)
 
 
 if __name__ == "__main__":

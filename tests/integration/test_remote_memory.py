@@ -21,7 +21,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1.parameter_store_pb2_grpc import ParameterStoreStub
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
-from tests.faults.lenders import KINDS, LINK_KINDS, play, train_without_lenders, why_no_links
+from tests.faults.lenders import KINDS, LIE_KINDS, LINK_KINDS, play, train_without_lenders, why_no_links
 from tests.integration.support.borrowing import Borrower, read, tier_of
 from tests.integration.support.daemon import Daemon, admin_of
 
@@ -29,18 +29,28 @@ STEPS = 30
 MIB = 1 << 20
 
 
-def test_lenders_that_are_killed_stopped_and_emptied_change_no_bit(tmp_path: Path) -> None:
-    whole = train_without_lenders(tmp_path / "whole", STEPS)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of a run without lenders."""
+    return train_without_lenders(tmp_path_factory.mktemp("whole"), STEPS)
+
+
+def test_lenders_that_forge_replay_and_lie_change_no_bit(whole: Any, tmp_path: Path) -> None:
+    found = play(tmp_path / "lent", list(LIE_KINDS), STEPS, whole, random.Random(3), apart=False)
+    check_nothing_is_lost(found)
+    assert found["wrong_blocks"] > 0
+
+
+def test_lenders_that_are_killed_stopped_and_emptied_change_no_bit(whole: Any, tmp_path: Path) -> None:
     found = play(tmp_path / "lent", list(KINDS), STEPS, whole, random.Random(3), apart=False)
     check_nothing_is_lost(found)
     assert found["losses"] > 0
 
 
-def test_links_that_are_cut_and_slow_change_no_bit(tmp_path: Path) -> None:
+def test_links_that_are_cut_and_slow_change_no_bit(whole: Any, tmp_path: Path) -> None:
     """Each daemon is in a network namespace of its own, so its TCP connections stand while its link is down."""
     if (refusal := why_no_links()) is not None:
         pytest.skip(refusal)
-    whole = train_without_lenders(tmp_path / "whole", STEPS)
     found = play(tmp_path / "lent", list(LINK_KINDS), STEPS, whole, random.Random(3), apart=True)
     check_nothing_is_lost(found)
 

@@ -97,6 +97,7 @@ class Daemon:
         fresh: bool = False,
         program: Sequence[str] = ("-m", "paramserver"),
         environment: Mapping[str, str] | None = None,
+        module: str = "paramserver.cli",
         namespace: str = "",
         wait: bool = True,
     ) -> None:
@@ -110,6 +111,7 @@ class Daemon:
             fresh: start a new interpreter instead of forking one.
             program: the interpreter's arguments that select the program; with `fresh` or `prefix` only.
             environment: the environment; with `fresh` or `prefix` only.
+            module: the module whose `main` a forked daemon runs.
             namespace: the network namespace of a forked daemon; "": that of the tests.
             wait: return only when the daemon serves.
         """
@@ -138,9 +140,7 @@ class Daemon:
                     stderr=log,
                 )
         else:
-            self.process = Forked(
-                "paramserver.cli", arguments, environment=os.environ, log=self._log_path, namespace=namespace
-            )
+            self.process = Forked(module, arguments, environment=os.environ, log=self._log_path, namespace=namespace)
         if wait:
             self.wait_until_serving()
 

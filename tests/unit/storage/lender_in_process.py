@@ -16,7 +16,7 @@ class LenderInProcess:
     Attributes:
         is_away: refuse new loans.
         is_stopped: answer nothing, like a process that was stopped.
-        spoils: change a byte of each span that is read.
+        tamper: called with the address and the bytes of each span that is read, and changes the bytes.
         hidden: the addresses of spans that are answered as if they had been taken back.
     """
 
@@ -24,7 +24,7 @@ class LenderInProcess:
         self.address = address
         self.is_away = False
         self.is_stopped = False
-        self.spoils = False
+        self.tamper: Callable[[int, memoryview], None] = lambda _address, _buffer: None
         self.hidden: set[int] = set()
         self.loans = 0
         self._lent = lent
@@ -80,7 +80,7 @@ class MemoryInProcess:
             data = None if is_hidden else self._loan.read(first_byte, len(buffer))
             if data is not None:
                 buffer[:] = data
-                buffer[0] ^= self._lender.spoils
+                self._lender.tamper(first_byte, buffer)
             found.append(data is not None)
         return found
 

@@ -23,6 +23,7 @@ from storage.tiers.nvme import NvmeRegion
 from storage.tiers.remote import RemoteTier
 from storage.tiers.source import LEAST_RATE_BYTES, LenderState, Rate
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, TILED, Layout, Training, opened, quiesce
+from tests.unit.storage.forgery import forge
 from tests.unit.storage.lender_in_process import LenderInProcess
 from tests.unit.storage.test_third_tier import evict_all
 
@@ -166,10 +167,47 @@ async def test_a_lender_that_answers_nothing_is_given_up_after_the_time_out(tmp_
                 await go_on(pair, training)
 
 
-async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path) -> None:
+class Tampering:
+    """What a hostile lender can do to the spans that are read of it. It has seen all bytes that were sent to it."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        # The first bytes that were read from each address, which are those of an older version later.
+        self._seen: dict[int, bytes] = {}
+
+    def remember(self, address: int, buffer: memoryview) -> None:
+        """Keep what was read, and change nothing."""
+        self._seen.setdefault(address, bytes(buffer))
+
+    def spoil(self, _address: int, buffer: memoryview) -> None:
+        """Change one byte."""
+        buffer[0] ^= 1
+
+    def forge(self, address: int, buffer: memoryview) -> None:
+        """Change the first block so that its checksum stays the same. The lender has guessed the version's label."""
+        for region, (_, copy) in self._pair.remote._where.items():
+            offset = address - copy.offset
+            if copy.owns(region, max(offset, 0), 1) and 0 <= offset < copy.room_bytes:
+                forge(buffer[:BLOCK_BYTES], region.label, offset // BLOCK_BYTES, 0x7F80_0000_7F80_0000)
+
+    def replay(self, address: int, buffer: memoryview) -> None:
+        """Return what was at this address earlier, if anything was."""
+        if len(old := self._seen.get(address, b"")) == len(buffer):
+            buffer[:] = old
+
+    def swap(self, address: int, buffer: memoryview) -> None:
+        """Return what was at another address, if there is one with as many bytes."""
+        if others := [data for at, data in self._seen.items() if at != address and len(data) == len(buffer)]:
+            buffer[:] = others[0]
+
+
+@pytest.mark.parametrize("how", ["spoil", "forge", "replay", "swap"])
+async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path, how: str) -> None:
     async with paired(tmp_path) as pair:
+        tampering = Tampering(pair)
+        pair.lender.tamper = tampering.remember
         training = await trained(pair)
-        pair.lender.spoils = True
+        pair.lender.tamper = getattr(tampering, how)
         before, hits = pair.remote.lenders[0].hits, pair.remote.counters.hits
         await go_on(pair, training)
         lender = pair.remote.lenders[0]
@@ -178,7 +216,7 @@ async def test_wrong_bytes_are_found_and_read_from_nvme(tmp_path: Path) -> None:
         assert pair.remote.counters.hits - hits <= lender.hits - before - lender.wrong_blocks
         assert pair.borrower.nvme.damaged_blocks == 0
         assert sum("wrong bytes" in event for event in pair.events) == 1
-        pair.lender.spoils = False
+        pair.lender.tamper = tampering.remember
         await go_on(pair, training)
 
 
