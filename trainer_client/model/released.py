@@ -50,8 +50,11 @@ _METADATA = frozenset(
 )
 
 
-# A hook on the gradient of a parameter to which autograd gives none would never be called.
-_GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+# A hook on the gradient of a parameter to which autograd gives none would never be called. `torch.autograd.grad` takes
+# a parameter for its place in the graph, and not for its values.
+_FOR_GRADIENTS = frozenset(
+    {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class ReleasedParameter(UnavailableParameter):
     ) -> Any:
         kwargs = kwargs or {}
         name, is_attribute = _name_of(func)
-        if name not in _VALUES if is_attribute else func in _METADATA and not _is_in_vain(func, args):
+        without_values = func in _METADATA or func in _FOR_GRADIENTS
+        if name not in _VALUES if is_attribute else without_values and not _is_in_vain(func, (args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for argument in tree_leaves((args, kwargs)):
             # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
@@ -96,8 +100,13 @@ class ReleasedParameter(UnavailableParameter):
         return format(repr(self), format_spec)
 
 
-def _is_in_vain(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    return func in _GRADIENT_HOOKS and not args[0]._paramserver_original.has_gradient
+def _is_in_vain(func: Callable[..., Any], arguments: Any) -> bool:
+    """Return whether a function asks for gradients of a parameter to which autograd gives none."""
+    return func in _FOR_GRADIENTS and not all(
+        argument._paramserver_original.has_gradient
+        for argument in tree_leaves(arguments)
+        if isinstance(argument, ReleasedParameter)
+    )
 
 
 def release(parameter: nn.Parameter, on_access: Callable[[str], None], *, has_gradient: bool = True) -> None:

@@ -252,6 +252,7 @@ class UnitHooks:
     def begin_backward(self, plan: BackwardPlan) -> None:
         """Take note that a backward pass begins. All ranks must call this; it does not wait for them."""
         self.expect_forward()
+        self._parameter_hooks.keep_last()
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._trace = self._training
         self._plan = plan
@@ -418,6 +419,10 @@ class UnitHooks:
         """Have `before` and `after` called around the module's forward, and note it as this `use` of `unit`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if next(reversed(module._forward_hooks)) != last[-1].id:
+                # The script has registered hooks since, which may look at the parameters.
+                for handle in last:
+                    module._forward_hooks[handle.id] = module._forward_hooks.pop(handle.id)
             with outside_of_transforms():
                 self._enter(unit, module, use)
             return before(args, kwargs) if before is not None else None
@@ -441,17 +446,17 @@ class UnitHooks:
             own: Callable[..., Any] = torch.compiler.disable(only_for((module,), function))
             return own
 
-        self._module_hooks += [
-            module.register_forward_pre_hook(hook(enter), with_kwargs=True),
+        last = [
             module.register_forward_hook(hook(finish)),
             module.register_forward_hook(hook(leave), always_call=True),
         ]
+        self._module_hooks += [module.register_forward_pre_hook(hook(enter), with_kwargs=True), *last]
 
     def _enter(self, unit: Unit, module: nn.Module, use: int) -> None:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
-        self._take_back_parameters()
+        self._prepare_training()
         outermost = not self._running
         if outermost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
             # A backward pass runs this forward again. If the user has started it, it begins here and not with the first
@@ -478,9 +483,13 @@ class UnitHooks:
         if not nested:
             self._hold(unit, Part.FORWARD, self._external.registered(unit))
 
-    def _take_back_parameters(self) -> None:
-        """Have an outermost forward with gradients use the memory that is trained. It can raise ConfigError."""
+    def _prepare_training(self) -> None:
+        """Have an outermost forward with gradients use the memory that is trained, and gradients taken last.
+
+        It can raise ConfigError.
+        """
         if not self._running and torch.is_grad_enabled() and self.phase is not Phase.BACKWARD:
+            self._parameter_hooks.keep_last()
             for unit in self._units:
                 unit.take_back_parameters()
 

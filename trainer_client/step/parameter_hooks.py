@@ -24,6 +24,7 @@ class ParameterHooks:
         self._units = units
         self._gradients = gradients
         self._handles: list[RemovableHandle] = []
+        self._registered: list[tuple[torch.Tensor, int]] = []
 
     def install(self, act: Callable[[Unit, GradientGroup, int, torch.Tensor], None]) -> None:
         """Register a hook on each parameter of a trainable group, also on one that is frozen at the moment.
@@ -39,12 +40,24 @@ class ParameterHooks:
                 for slot, parameter in enumerate(gradient.flat_group.parameters):
                     hook = partial(act, unit, gradient, slot)
                     if unit.tile is None:
-                        self._handles.append(_register(parameter.tensor, hook))
+                        self._register(parameter.tensor, hook)
                     else:
                         unit.tile.on_gradient = hook
                         tiled.setdefault(parameter.index, (parameter.whole, []))[1].append(unit.tile)
         for whole, tiles in tiled.values():
-            self._handles.append(_register(whole.tensor, partial(take_whole, whole.fqn, tiles)))
+            self._register(whole.tensor, partial(take_whole, whole.fqn, tiles))
+
+    def keep_last(self) -> None:
+        """Have these hooks called after those that the script has registered later, which look at `.grad`, too."""
+        for parameter, number in self._registered:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None and next(reversed(hooks)) != number:
+                # `move_to_end` would leave the order in which autograd goes through the dict.
+                hooks[number] = hooks.pop(number)
+
+    def _register(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._handles.append(_register(parameter, hook))
+        self._registered.append((parameter, self._handles[-1].id))
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent.
@@ -55,6 +68,7 @@ class ParameterHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._registered.clear()
         for unit in self._units:
             if unit.tile is not None:
                 unit.tile.on_gradient = None

@@ -43,6 +43,17 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.inside: Callable[[nn.Module], None] = lambda _: None
 
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the modules make of tokens, without a weight of the model itself."""
+        hidden: torch.Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return hidden
+
+    def encode_scaled(self, tokens: torch.Tensor) -> torch.Tensor:
+        scale = self.scale * 1.0
+        return self.encode(tokens) * scale
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embedding(tokens) * self.scale
         for block in self.blocks:
@@ -77,11 +88,15 @@ class Loop:
             self.engine = self._begin(self.model, self.optimizer)
             self.optimizer = self.engine.optimizer
 
-    def loss(self, step: int = 0) -> torch.Tensor:
+    def call(self, method: str = "__call__", step: int = 0) -> torch.Tensor:
+        """Call the model, or a method of it, through the engine if there is one."""
         self.start()
         tokens = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(step))
-        loss: torch.Tensor = (self.engine or self.model)(tokens)
-        return loss
+        output: torch.Tensor = getattr(self.engine or self.model, method)(tokens)
+        return output
+
+    def loss(self, step: int = 0) -> torch.Tensor:
+        return self.call(step=step)
 
     def backward(self, step: int = 0) -> torch.Tensor:
         loss = self.loss(step)
@@ -226,3 +241,75 @@ def load(loop: Loop) -> Iterator[Any]:
     yield from loop.train(range(1))
     loop.model.load_state_dict({"scale": torch.full((8,), 0.5)}, strict=False)
     yield from loop.train(range(STEPS))
+
+
+# --- hooks, gradients of outputs, and other methods
+
+
+@row("registers hooks after `initialize` that look at `p.grad` (`register_post_accumulate_grad_hook`)")
+def look_at_gradients(loop: Loop) -> Iterator[Any]:
+    seen: list[torch.Tensor] = []
+
+    def look(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    loop.start()
+    loop.model.blocks[1].bias.register_post_accumulate_grad_hook(look)
+    yield from loop.train(range(STEPS))
+    yield from seen
+    yield len(seen)
+
+
+@row("registers hooks after `initialize` that change a gradient (`p.register_hook`, a mask)")
+def change_gradients(loop: Loop) -> Iterator[Any]:
+    loop.start()
+    loop.model.blocks[0].weight.register_hook(lambda gradient: gradient * (torch.arange(8) % 2))
+    yield from loop.train(range(STEPS))
+
+
+@row("registers forward hooks after `initialize` that read weights")
+def read_in_hooks(loop: Loop) -> Iterator[Any]:
+    seen: list[torch.Tensor] = []
+    loop.start()
+    for module in (loop.model.blocks[0], loop.model):
+        module.register_forward_hook(lambda module, *_: seen.append(next(module.parameters()).detach().norm()))
+    yield from loop.train(range(STEPS))
+    yield from seen
+
+
+@row("calls `torch.autograd.grad(loss, p, retain_graph=True)` before `backward`")
+def gradients_of_outputs(loop: Loop) -> Iterator[Any]:
+    for step in range(STEPS):
+        loss = loop.loss(step)
+        (gradient,) = torch.autograd.grad(loss, loop.model.blocks[1].weight, retain_graph=True)
+        yield gradient.norm()
+        (loss * gradient.norm().detach()).backward()
+        loop.step()
+
+
+@row("calls a method besides `forward` that calls modules")
+def other_method(loop: Loop) -> Iterator[Any]:
+    for step in range(STEPS):
+        loss = loop.call("encode", step).square().mean()
+        yield loss.detach()
+        loss.backward()
+        loop.step()
+
+
+@row("calls a method besides `forward` that begins with a weight of its own")
+def other_method_of_root(loop: Loop) -> Iterator[Any]:
+    for step in range(STEPS):
+        loss = loop.call("encode_scaled", step).square().mean()
+        yield loss.detach()
+        loss.backward()
+        loop.step()
+
+
+@row("uses weights in the loss, outside of the forward (a penalty)")
+def penalty(loop: Loop) -> Iterator[Any]:
+    for step in range(STEPS):
+        loss = loop.loss(step) + sum(p.square().sum() for p in loop.model.parameters())
+        yield loss.detach()
+        loss.backward()
+        loop.step()
