@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import resource
+import shlex
 import stat
 import struct
 from collections.abc import Iterator, Sequence
@@ -334,24 +335,29 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def make_directory(path: Path, option: str) -> None:
-    """Create a directory and its parents, with access for this user only, unless it exists.
+    """Create a directory in a parent that exists, with access for this user only, unless it exists.
 
-    The parent of each directory that is created is synced. Otherwise a loss of power could remove the directory with
-    all that was synced into it. A parent that this user may not list cannot be opened, so it is not synced.
+    Parents are not created, because a path with several new directories is one whose disk is not mounted, or a mistyped
+    one. The parent is synced. Otherwise a loss of power could remove the directory with all that was synced into it. A
+    parent that this user may not list cannot be opened, so it is not synced.
 
     Raises:
         DeviceError: it cannot be created or synced. The message names the daemon's option that gives the path.
     """
     try:
-        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_there = path.exists()
+        path.mkdir(exist_ok=True, mode=0o700)
+    except FileNotFoundError as error:
+        raise DeviceError(
+            f"cannot make directory {path}, because {path.parent} does not exist, as where a disk is not mounted: "
+            f"mount it, or run `mkdir -p {shlex.quote(str(path.parent))}`, or choose another {option}"
+        ) from error
     except OSError as error:
         raise DeviceError(
             f"cannot make directory {path}: {error.strerror}; choose another {option}, or let this user write there"
         ) from error
-    for directory in missing:
-        if os.access(directory.parent, os.R_OK):
-            sync_directory(directory.parent)
+    if not is_there and os.access(path.parent, os.R_OK):
+        sync_directory(path.parent)
 
 
 def open_data_file(path: Path) -> tuple[int, bool]:

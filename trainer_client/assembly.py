@@ -35,7 +35,7 @@ from trainer_client.run.job import Job
 from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.replicas import FollowerProcess, Replicas, choose_holders
-from trainer_client.run.resume_notice import record_run, resume_line
+from trainer_client.run.resume_notice import new_job_line, record_run, resume_line
 from trainer_client.run.run_state import RunState
 from trainer_client.run.state_offload import StateOffload
 from trainer_client.step.activations import Activations
@@ -67,11 +67,14 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     parts = _make_parts(user, rank, job, sizes, made_with, resources)
     engine = Engine(user, rank, parts, resources.pop_all())
     try:
-        if job.resumed_state is not None:
+        if job.resumed_state is None:
+            line = new_job_line(rank)
+        else:
             engine.take_over(job.resumed_state)
-            if rank.collectives.rank == 0:
-                # Python prints a warning also if the user has configured no logging.
-                log.warning("%s", resume_line(user, rank, job, sizes, made_with, job.resumed_state))
+            line = resume_line(user, rank, job, sizes, made_with, job.resumed_state)
+        if rank.collectives.rank == 0:
+            # Python prints a warning also if the user has configured no logging.
+            log.warning("%s", line)
         if job.handed_over_step is not None:
             engine.commit_initial_state()
         parts.changes.note()

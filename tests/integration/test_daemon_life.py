@@ -138,8 +138,11 @@ def test_of_two_trainers_that_start_a_daemon_at_once_the_later_one_is_refused(tm
         daemon.stop()
 
 
-def test_a_daemon_whose_log_lies_on_a_full_disk_tells_its_job_why_it_ends(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", MIB) as disk:
+def test_a_daemon_whose_log_lies_on_a_full_disk_tells_its_job_why_it_ends(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # A process keeps the directory of a socket with a long path open, so the disk has a short path.
+    with small_disk(tmp_path_factory.mktemp("full") / "disk", MIB) as disk:
         state = disk / "state"
         state.mkdir()
         fill(disk)

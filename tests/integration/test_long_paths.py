@@ -23,13 +23,14 @@ LONGEST = 489
 
 
 def directory_of(parent: Path, length: int, end: str = "e") -> Path:
-    """Return the path of a directory, not made yet, that has `length` bytes and ends with `end`."""
+    """Return the path of a directory, not made yet, that has `length` bytes and ends with `end`. Make its parent."""
     path = str(parent)
     while length - len(path) > 200:
         path += "/" + "d" * 150
     missing = length - len(path) - len(end) - 1
     if missing < 0:
         pytest.skip(f"the temporary directory's path has {len(str(parent))} bytes")
+    Path(path).mkdir(parents=True, exist_ok=True)
     return Path(f"{path}/{'x' * missing}{end}")
 
 
@@ -60,7 +61,6 @@ def got(address: str, *, prefer_streams: bool = False) -> float:
 @pytest.mark.parametrize("length", [84, 85, 120, LONGEST])
 def test_a_daemon_serves_every_client_in_a_long_directory_and_after_a_restart(short: Path, length: int) -> None:
     state_dir = directory_of(short, length)
-    state_dir.parent.mkdir(parents=True, exist_ok=True)
     with Daemon(state_dir) as daemon:
         assert len(str(state_dir)) == length and daemon.address == f"unix:{state_dir}/paramserver.sock"
         sockets = [daemon.socket, Path(f"{daemon.socket}.arena")]
@@ -84,7 +84,6 @@ def test_a_daemon_serves_every_client_in_a_long_directory_and_after_a_restart(sh
 
 def test_two_daemons_whose_directories_differ_only_at_the_end(short: Path) -> None:
     one, two = directory_of(short, 300, "one"), directory_of(short, 300, "two")
-    one.parent.mkdir(parents=True)
     with Daemon(one) as first, Daemon(two) as second:
         put(first.address, 1.0)
         put(second.address, 2.0)

@@ -237,8 +237,9 @@ class ParamserverSection(Section):
     # As with `nvme_path`, the ranks compare the directory that is derived from this path.
     state_dir: Annotated[Place | None, Agreement.NONE] = Field(
         default=None,
-        description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes; "
-        "the next two are of this daemon, too; null: `nvme_path`, else `paramserver-state`",
+        description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes, "
+        "which is made if its parent exists; the next two are of this daemon, too; null: `nvme_path`, else "
+        "`paramserver-state`",
     )
     host_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(1 << 30), description='bytes, or `"512MiB"`')
     nvme_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(64 << 30), description='bytes, or `"1TiB"`')

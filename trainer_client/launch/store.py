@@ -101,7 +101,7 @@ def check_operators_daemon(address: str, credentials: Credentials) -> None:
         ConfigError: the address is malformed.
         StoreUnavailableError: no daemon serves there; the message says what to do.
     """
-    wait_until_serving(address, _SERVING_SECONDS, credentials)
+    wait_until_serving(address, _SERVING_SECONDS, credentials, is_loud=True)
 
 
 def refuse_two(address: str | None, own: OwnDaemon | None, *, is_from_environment: bool) -> None:

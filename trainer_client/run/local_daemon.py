@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +55,8 @@ _PREDECESSOR_SECONDS = 20.0
 # The most seconds to wait while a daemon that does not serve has the lock, because the daemon of a killed trainer
 # finishes a commit or a snapshot before it releases the lock.
 _ENDING_SECONDS = 120.0
+# The longest wait without a line of the log. A daemon with the default budget serves within it.
+_SILENT_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0
@@ -100,7 +103,7 @@ def _wait_for_predecessor(state_dir: Path, address: str) -> None:
     path = state_dir / LOCK_NAME
     if not path.exists():
         return
-    began = time.monotonic()
+    began, is_told = time.monotonic(), False
     with path.open("rb") as lock_file, open_channel(address) as channel:
         while True:
             try:
@@ -109,6 +112,13 @@ def _wait_for_predecessor(state_dir: Path, address: str) -> None:
                 return
             except BlockingIOError:
                 waited_seconds = time.monotonic() - began
+                if not is_told and waited_seconds > _SILENT_SECONDS:
+                    log.warning(
+                        "paramserver: waiting for the end of the store daemon (pid %s) of an earlier run, which still "
+                        "uses %s",
+                        *(_lock_holder(state_dir), state_dir),
+                    )
+                    is_told = True
                 if waited_seconds > _PREDECESSOR_SECONDS and is_serving(channel, timeout_seconds=1.0):
                     raise LocalDaemonError(
                         f"another store daemon (pid {_lock_holder(state_dir)}) serves {state_dir}: to use it, set "
@@ -146,6 +156,24 @@ def _guess(code: int) -> str:
     return "it left no message: `paramserver serve` with the same state directory and budgets shows more"
 
 
+def _make_state_directory(path: Path) -> None:
+    """Make the directory, with access for this user only, unless it exists. Its parent must exist.
+
+    Raises:
+        LocalDaemonError: the parent does not exist, or the directory cannot be made.
+    """
+    keys = "correct paramserver.state_dir or zero_optimization.*.nvme_path, or the daemon's state_dir"
+    try:
+        if not path.parent.is_dir():
+            raise LocalDaemonError(
+                f"state directory {path} is not made, because {path.parent} does not exist, as where a disk is not "
+                f"mounted: mount it, or run `mkdir -p {shlex.quote(str(path.parent))}`, or {keys}"
+            )
+        make_directory(path, mode=0o700)
+    except OSError as error:
+        raise LocalDaemonError(f"state directory {path} cannot be made ({error.strerror}): {keys}") from None
+
+
 class LocalDaemon:
     """A daemon process. The constructor starts it, and returns when the daemon serves.
 
@@ -163,20 +191,14 @@ class LocalDaemon:
         """Start a daemon.
 
         Args:
-            state_dir: the daemon's state directory, which is made if it is not there, with access for this user only.
+            state_dir: the daemon's state directory, which is made if its parent exists, with access for this user only.
             options: the options of `paramserver serve`, the state directory among them.
             address: the address of the socket that the options name; None: the socket in the state directory.
             restarts: whether the daemon is started again each time that it has ended by itself.
         """
         self._state_dir = state_dir.absolute()
         self.address = local_address(self._state_dir) if address is None else address
-        try:
-            make_directory(self._state_dir, mode=0o700)
-        except OSError as error:
-            raise LocalDaemonError(
-                f"state directory {self._state_dir} cannot be made ({error.strerror}): "
-                "correct paramserver.state_dir or zero_optimization.*.nvme_path, or the daemon's state_dir"
-            ) from None
+        _make_state_directory(self._state_dir)
         self._command = serve_command(options)
         self._stopping = False
         # The lock of `_process` and `_stopping`; held while the child is replaced.
@@ -293,7 +315,7 @@ class LocalDaemon:
         return process
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int, output: IO[bytes]) -> None:
-        deadline = time.monotonic() + _START_SECONDS
+        began, is_told = time.monotonic(), False
         with open_channel(self.address) as channel:
             # Another trainer may have started a daemon here at the same time. It has the directory and serves at this
             # address then, and `process` is about to end.
@@ -303,7 +325,14 @@ class LocalDaemon:
                         f"the store daemon stopped {_how(process.returncode)} (log: {self._state_dir / LOG_NAME}):\n"
                         f"{self._last_words(log_offset, output) or _guess(process.returncode)}"
                     )
-                if time.monotonic() > deadline:
+                waited_seconds = time.monotonic() - began
+                if not is_told and waited_seconds > _SILENT_SECONDS:
+                    log.warning(
+                        "paramserver: waiting for the store daemon (pid %d), which takes its host_budget and reads %s",
+                        *(process.pid, self._state_dir),
+                    )
+                    is_told = True
+                if waited_seconds > _START_SECONDS:
                     raise LocalDaemonError(
                         f"the store daemon (pid {process.pid}) does not serve after {_START_SECONDS:g} s, in which it "
                         f"takes host_budget and reads its catalog: look at {self._state_dir / LOG_NAME}, or lower "

@@ -145,5 +145,5 @@ def find_store(
         if failed_somewhere:
             raise LocalDaemonError("the rank that starts a node's store daemon has failed: see its message")
         address = local_address(settings.state_dir())
-    wait_until_serving(address, _SERVING_SECONDS, credentials)
+    wait_until_serving(address, _SERVING_SECONDS, credentials, is_loud=local_rank == 0)
     return address, credentials

@@ -1,4 +1,4 @@
-"""The line of the log that says that a run goes on from a stored job, and how this run's script differs from it.
+"""The line of the log that says which job a run begins or goes on with, and how its script differs from a stored job.
 
 This module owns the rules that say which side of a difference takes effect. They follow from the values that
 run_state.py restores, and from those that the store keeps. This module must never change anything.
@@ -58,6 +58,16 @@ def record_run(user: UserObjects, rank: RankContext, job: Job) -> MadeWith:
         else (type(scheduler).__name__, client_state.decode(client_state.encode(scheduler.state_dict()))),
         trained=user.optimizer.stateful_ranges(),
     )
+
+
+def new_job_line(rank: RankContext) -> str:
+    """Return the line about a job that begins with this run: its name, its place, and the budgets of its own daemon."""
+    section = rank.settings.paramserver
+    budgets = ""
+    if rank.place.state_dir is not None:
+        host, nvme = (budget.human_readable(separator=" ") for budget in (section.host_budget, section.nvme_budget))
+        budgets = f" (host_budget {host}, nvme_budget {nvme})"
+    return printable(f"paramserver: new job {rank.place.job!r}, in {rank.place}{budgets}")
 
 
 def resume_line(

@@ -8,6 +8,7 @@ does not work reliably with two event loops in one process. It must never repeat
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -24,12 +25,14 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.transport.arena import Arena, Generation
 from trainer_client.transport.backoff import Backoff
-from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
+from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate, waiting_line
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import patience_seconds
 from trainer_client.transport.pinning import is_announced
 from trainer_client.transport.session import Session
 from trainer_client.transport.streams import Streams
+
+log = logging.getLogger(__name__)
 
 Timeout = float | timedelta | None
 
@@ -352,6 +355,8 @@ class Connection:
         self._channel = open_channel(address, credentials)
         self._lock = threading.Lock()
         self._session: StoreSession | None = None
+        # Whether the last attempt to open `_session` has found no daemon.
+        self._is_missed = False
         # All sessions on the channel that may still be open, and the lock of this set and of `_closed`.
         self._opened: weakref.WeakSet[StoreSession] = weakref.WeakSet()
         self._closed = False
@@ -433,10 +438,22 @@ class Connection:
                 if session is not None:
                     session.close()
             if self._session is None:
-                self._session = self.new_session(call)
+                self._session = self._next_session(call)
             return self._session
         finally:
             self._lock.release()
+
+    def _next_session(self, call: Call) -> StoreSession:
+        """Open the next session. Log a warning at the first failure since the last session."""
+        try:
+            session = self.new_session(call)
+        except StoreUnavailableError:
+            if not self._is_missed:
+                log.warning("paramserver: %s", waiting_line(self.address, call.seconds))
+            self._is_missed = True
+            raise
+        self._is_missed = False
+        return session
 
     @property
     def epoch(self) -> str:

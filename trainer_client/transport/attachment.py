@@ -151,14 +151,14 @@ class Attachment:
         try:
             return method(request, timeout=timeout_seconds or self.deadlines.control)
         except grpc.RpcError as error:
-            # If the session has ended, its error is raised instead, because the end of the session made the call fail.
-            self.session.check()
-            self.check_leases()
-            raise translate(error) from None
-        except ValueError:
+            failure: Exception = translate(error)
+        except ValueError as error:
             # grpc raises ValueError if the channel is closed, which happens when the session ends.
-            self.session.check()
-            raise
+            failure = error
+        # If the session has ended, its error is raised instead, because the end of the session made the call fail.
+        self.session.check()
+        self.check_leases()
+        raise failure
 
     def begin(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Future[Any]:
         """Begin a call after those queued before it, and return its future at once. Only the future has its failure."""

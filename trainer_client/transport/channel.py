@@ -6,6 +6,7 @@ whether it may be repeated.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from trainer_client.errors import (
     UnauthenticatedError,
 )
 from trainer_client.transport.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
 
@@ -133,8 +136,10 @@ def _why_not_serving(channel: grpc.Channel, timeout_seconds: float) -> str | Non
     return None if answer.status == health_pb2.HealthCheckResponse.SERVING else "it is not ready"
 
 
-def wait_until_serving(address: str, timeout_seconds: float, credentials: Credentials = NO_CREDENTIALS) -> None:
-    """Wait until the daemon serves.
+def wait_until_serving(
+    address: str, timeout_seconds: float, credentials: Credentials = NO_CREDENTIALS, *, is_loud: bool = False
+) -> None:
+    """Wait until the daemon serves. With `is_loud`, log a warning if it does not serve at once.
 
     Raises:
         ConfigError: see `open_channel`.
@@ -151,6 +156,10 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
                 reason = error.message
             if reason is None:
                 return
+            if is_loud:
+                # Python prints a warning also if the user has configured no logging.
+                log.warning("paramserver: %s", waiting_line(address, timeout_seconds))
+                is_loud = False
             if time.monotonic() > deadline:
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
@@ -159,6 +168,11 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
                     "tls_certificate set, set paramserver.tls",
                 )
             time.sleep(0.05)
+
+
+def waiting_line(address: str, timeout_seconds: float) -> str:
+    """Return the line that tells a person why nothing happens for now."""
+    return f"waiting up to {timeout_seconds:.0f} s for the store daemon at {address}, which does not answer"
 
 
 def translate(error: grpc.RpcError) -> StoreError:

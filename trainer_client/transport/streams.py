@@ -89,7 +89,7 @@ class Streams:
         deadline = time.monotonic() + timeout_seconds
         backoff = Backoff()
         while True:
-            before = transfer.moved_bytes
+            before, closed = transfer.moved_bytes, None
             try:
                 transfer.attempt(max(0.0, deadline - time.monotonic()))
                 return
@@ -98,11 +98,12 @@ class Streams:
                     return
                 if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
                     raise translate(error) from None
-            except ValueError:
+            except ValueError as error:
                 # grpc raises ValueError if the channel is closed, which happens when the session ends.
-                self._check_session()
-                raise
+                closed = error
             self._check_session()
+            if closed is not None:
+                raise closed
             if transfer.moved_bytes > before:
                 backoff.reset()
             time.sleep(backoff.next_seconds())

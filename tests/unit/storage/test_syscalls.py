@@ -115,15 +115,26 @@ def test_a_directory_that_cannot_be_locked_is_named_and_can_be_locked_later(
     os.close(syscalls.lock_file(tmp_path / "lock"))
 
 
-def test_each_parent_of_a_new_directory_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parent_of_a_new_directory_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(syscalls, "sync_directory", synced.append)
     for _ in range(2):
-        syscalls.make_directory(tmp_path / "a" / "b" / "state", "--state-dir")
-        assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path], "an existing directory has no new entry"
+        syscalls.make_directory(tmp_path / "state", "--state-dir")
+        assert synced == [tmp_path], "an existing directory has no new entry"
     monkeypatch.chdir(tmp_path)
-    syscalls.make_directory(Path("c/state"), "--state-dir")
-    assert synced[3:] == [Path("c"), Path()]
+    syscalls.make_directory(Path("other"), "--state-dir")
+    assert synced[1:] == [Path()]
+
+
+def test_a_directory_is_not_made_where_its_disk_is_not_mounted(tmp_path: Path) -> None:
+    state = tmp_path / "disk of a" / "state"
+    with pytest.raises(
+        DeviceError,
+        match=rf"cannot make directory {state}, because {state.parent} does not exist.*`mkdir -p '{state.parent}'`, "
+        "or choose another --state-dir",
+    ):
+        syscalls.make_directory(state, "--state-dir")
+    assert not state.parent.exists()
 
 
 def test_a_directory_that_cannot_be_synced_is_named(tmp_path: Path) -> None:
