@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer_client.own_packages import check_own_packages
+from trainer_client.quiet_grpc import import_grpc_quietly
 
 check_own_packages()
+import_grpc_quietly()
 
 from trainer_client import checkpoint, comm, compression, moe, ops, pipe, runtime, schedules, sequence, utils, zero
 from trainer_client.accelerator import get_accelerator, set_accelerator
@@ -28,6 +30,7 @@ from trainer_client.errors import (
     DataLossError,
     DeferredInitError,
     ExportError,
+    ForkedChildError,
     ImportCheckpointError,
     InvalidRequestError,
     JobConflictError,
@@ -96,6 +99,7 @@ __all__ = [
     "DeferredInitError",
     "Engine",
     "ExportError",
+    "ForkedChildError",
     "ImportCheckpointError",
     "InferenceEngine",
     "InvalidRequestError",

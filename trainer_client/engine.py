@@ -541,9 +541,10 @@ class Engine(EngineMemory):
         because they are in the store.
 
         A repeated call has no effect, and a step that is committed already is not committed again. All ranks must call
-        this, because a rank that leaves early would take the daemon away from ranks that still read.
+        this, because a rank that leaves early would take the daemon away from ranks that still read. In a forked child
+        of the rank's process it has no effect.
         """
-        if self._closed:
+        if self._closed or not self._process.is_here:
             return
         try:
             self.reload_states()
@@ -558,7 +559,7 @@ class Engine(EngineMemory):
 
         Begins no commit, waits only for the commit that is under way, and does not wait for other ranks. Idempotent.
         """
-        if self._closed:
+        if self._closed or not self._process.is_here:
             return
         self._closed = True
         atexit.unregister(self.close_without_commit)

@@ -35,6 +35,7 @@ from trainer_client.step.in_place import InPlaceChanges
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.training_step import TrainingStep
+from trainer_client.transport.own_process import OwnProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ class EngineCore(EngineGetters):
         self._activations = parts.activations
         self._resources = resources
         self._closed = False
+        self._process = OwnProcess()
         self._was_step_applied = False
         self._is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
         self._refusals = ModelRefusals(user.module, is_sharded=self._is_sharded)
@@ -159,9 +161,10 @@ class EngineCore(EngineGetters):
     def _abandon_run(self, what: str, error: BaseException) -> None:
         """Abandon the run, because this rank cannot take part in the step any more.
 
-        The other ranks must not wait for this rank, neither in a collective nor for its vote in the store.
+        The other ranks must not wait for this rank, neither in a collective nor for its vote in the store. A failure in
+        a forked child is no failure of the rank.
         """
-        if self._collectives.world_size > 1:
+        if self._collectives.world_size > 1 and self._process.is_here:
             self._collectives.abandon(what, error)
             self._commits.abandon()
             self._store.close()

@@ -30,6 +30,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+from trainer_client.transport.own_process import OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class InferenceEngine(EngineGetters):
         self._compute_dtype = PrecisionPolicy.of(settings).compute_dtype
         self._resources = resources
         self._closed = False
+        self._process = OwnProcess()
         self.eval()
         self._refusal = model.register_state_dict_pre_hook(self._refuse_released)
         self._copying = model.register_state_dict_post_hook(copy_gathered)
@@ -177,9 +179,10 @@ class InferenceEngine(EngineGetters):
     def close(self) -> None:
         """Release the weights, and stop the daemon that belongs to the engine. A repeated call has no effect.
 
-        The model has no weights afterwards, and a forward of it raises RuntimeError.
+        The model has no weights afterwards, and a forward of it raises RuntimeError. In a forked child this has no
+        effect.
         """
-        if self._closed:
+        if self._closed or not self._process.is_here:
             return
         self._closed = True
         atexit.unregister(self.close)

@@ -28,6 +28,7 @@ from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate, waiting_line
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import patience_seconds
+from trainer_client.transport.own_process import OwnProcess
 from trainer_client.transport.pinning import is_announced
 from trainer_client.transport.session import Session
 from trainer_client.transport.streams import Streams
@@ -237,7 +238,9 @@ class StoreSession:
         return True
 
     def close(self) -> None:
-        """End the session, and with it its leases and readers; idempotent."""
+        """End the session, and with it its leases and readers; idempotent. In a forked child, this does nothing."""
+        if not self._session.process.is_here:
+            return
         self._is_closed = True
         if self._arena is not None:
             # The arena is closed before the session, because the store reuses memory that this process can write to
@@ -326,6 +329,7 @@ class StoreSession:
         return call.track(self._invoke(self._stub.WatchJob, request))
 
     def _check_open(self) -> None:
+        self._session.process.check()
         # A call on a closed channel would fail with ValueError, which grpc's interceptors hide in its result.
         if self._is_closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
@@ -353,6 +357,7 @@ class Connection:
         self._client = client
         self._prefer_streams = prefer_streams
         self._channel = open_channel(address, credentials)
+        self._process = OwnProcess()
         self._lock = threading.Lock()
         self._session: StoreSession | None = None
         # Whether the last attempt to open `_session` has found no daemon.
@@ -363,7 +368,9 @@ class Connection:
         self._closing = threading.Lock()
 
     def close(self) -> None:
-        """End all sessions and close the channel; idempotent."""
+        """End all sessions and close the channel; idempotent. In a forked child, this does nothing."""
+        if not self._process.is_here:
+            return
         with self._closing:
             self._closed = True
             opened = list(self._opened)
@@ -401,6 +408,7 @@ class Connection:
         raise self._was_closed()
 
     def _check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise self._was_closed()
 
@@ -409,6 +417,7 @@ class Connection:
 
     def admin_call(self, method: str, request: Any, call: Call) -> Any:
         """Make a call of StoreAdmin and return its response. It can raise StoreError."""
+        self._process.check()
         try:
             return getattr(StoreAdminStub(self._channel), method)(request, timeout=call.left_seconds)
         except grpc.RpcError as error:

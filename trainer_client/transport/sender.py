@@ -16,11 +16,14 @@ from typing import Any
 
 import grpc
 
+from trainer_client.transport.own_process import OwnProcess
+
 
 class Sender:
     """The thread that begins calls, in the order in which `begin` was called."""
 
     def __init__(self) -> None:
+        self._process = OwnProcess()
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A call behind the end of the queue would never begin, and its caller would wait for it without end. The lock
         # is reentrant because a signal handler may close the session while its thread begins a call.
@@ -30,7 +33,11 @@ class Sender:
         self._thread.start()
 
     def begin(self, method: Any, request: Any, timeout_seconds: float) -> Future[Any]:
-        """Queue a call and return its future, which fails with grpc.RpcError, or FutureCancelledError after `close`."""
+        """Queue a call and return its future, which fails with grpc.RpcError, or FutureCancelledError after `close`.
+
+        It raises ForkedChildError in a forked child, because nothing would begin the call there.
+        """
+        self._process.check()
         response: Future[Any] = Future()
         with self._closing:
             if not self._is_closed:

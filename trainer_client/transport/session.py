@@ -26,6 +26,7 @@ from trainer_client.log_context import carried
 from trainer_client.transport.arena import session_ended
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
+from trainer_client.transport.own_process import OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Session:
     """A session, which the constructor opens.
 
     Attributes:
+        process: the process that has the session.
         left_at: the time at which the session was last left in state ATTACHED, in seconds of time.monotonic().
         is_pressed: whether the daemon has said last that requests wait for room in host memory.
 
@@ -99,6 +101,7 @@ class Session:
         self._client = client
         self._on_lost = on_lost
         self._on_rank_gone = on_rank_gone
+        self.process = OwnProcess()
         self._changed = threading.Condition()
         self._state = SessionState.OPENING
         self._failure: StoreError | None = None
@@ -132,6 +135,7 @@ class Session:
 
     def check(self) -> None:
         """Raise the StoreError that ended the session, if it has ended; all its leases are void then."""
+        self.process.check()
         if self._failure is not None:
             raise type(self._failure)(self._failure.code, self._failure.message)
 
@@ -144,6 +148,7 @@ class Session:
             StoreTimeoutError: `timeout_seconds` are over, and the session may still be resumed.
             StoreError: the session has ended.
         """
+        self.process.check()
         if self._state is SessionState.BROKEN:
             with self._changed:
                 decided = self._changed.wait_for(

@@ -1,0 +1,83 @@
+"""A training script whose data loader forks workers, and which uses the engine in a forked child of its own.
+
+Run as `python -m tests.integration.support.forking_trainer ADDRESS`. It prints what the child has met as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import trainer_client
+
+NVME = {"device": "nvme"}
+
+
+def met(action: Callable[[], object]) -> str:
+    """Return the name and the text of what `action` raises; "" if it raises nothing."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def report_of_child(actions: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """Run the actions in a forked child that ends as a script does, and return what each has raised."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, json.dumps({name: met(action) for name, action in actions.items()}).encode())
+        # The child runs the functions of atexit, the end of the engine among them.
+        sys.exit()
+    os.close(writing)
+    with os.fdopen(reading) as report:
+        told: dict[str, str] = json.load(report)
+    _, status = os.wait()
+    return told | {"exit": str(os.waitstatus_to_exitcode(status))}
+
+
+def main(address: str) -> None:
+    """Train, and print the report."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME},
+        "paramserver": {"address": address},
+    }
+    engine, *_ = trainer_client.initialize(model=nn.Linear(2, 2), config=config)
+    client = trainer_client.StoreClientSync.connect(address)
+    with engine, client:
+        for _ in range(2):
+            loader: DataLoader[torch.Tensor] = DataLoader(
+                [torch.ones(2)] * 8, batch_size=2, num_workers=2, multiprocessing_context="fork"
+            )
+            for batch in loader:
+                engine.backward(engine(batch).sum())
+                engine.step()
+        told = report_of_child(
+            {
+                "forward": lambda: engine(torch.ones(2, 2)),
+                "step": engine.step,
+                "weights": engine.full_state_dict,
+                "client": client.list_jobs,
+                "another client": lambda: trainer_client.StoreClientSync.connect(address).list_jobs(),
+                "close": engine.close,
+                "close of the client": client.close,
+            }
+        )
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+        engine.wait_for_commit()
+        print(json.dumps(told | {"steps": engine.global_steps}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,27 @@
+"""The first import of gRPC, which makes gRPC log its errors only.
+
+At each fork of a process with calls under way, gRPC would print "Other threads are currently calling into gRPC,
+skipping fork() handlers": one line for each worker of a data loader and epoch. That is no fault, because such a child
+can use a client of its own. (It could not if $GRPC_ENABLE_FORK_SUPPORT were 0, which ends the line, too.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VERBOSITY_VARIABLE = "GRPC_VERBOSITY"
+
+
+def import_grpc_quietly() -> None:
+    """Import gRPC, unless that was done already. The level of the environment counts if it has one.
+
+    The variable does not stay in the environment, because programs that this process starts would inherit it.
+    """
+    if "grpc" in sys.modules or VERBOSITY_VARIABLE in os.environ:
+        return
+    os.environ[VERBOSITY_VARIABLE] = "ERROR"
+    try:
+        import grpc  # noqa: F401, PLC0415 - gRPC reads the variable while it is imported
+    finally:
+        del os.environ[VERBOSITY_VARIABLE]

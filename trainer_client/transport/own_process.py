@@ -1,0 +1,28 @@
+"""Whether an object is used in the process that made it, or in a forked child, which must not use it.
+
+A child, such as a worker of a data loader, has copies of the engines, clients and sessions of its parent. It has
+neither the threads that these work with, nor the right to their leases, so a call would wait without end.
+"""
+
+from __future__ import annotations
+
+import os
+
+from trainer_client.errors import ForkedChildError
+
+
+class OwnProcess:
+    """The process that has made an object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs in that process. In a forked child, there is nothing to close."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise ForkedChildError if the caller runs in a forked child of that process."""
+        if not self.is_here:
+            raise ForkedChildError(self._pid)
