@@ -70,3 +70,34 @@ def test_the_script_of_the_page_runs_on_one_rank(tmp_path: Path) -> None:
 
     run(tmp_path, str(path))
     assert (tmp_path / "paramserver-state").is_dir()
+
+
+def test_ranks_that_leave_their_process_group_first_end_quietly(tmp_path: Path) -> None:
+    """torch recommends that a script leaves its group at its end, and many never close their engine."""
+    (tmp_path / "left.py").write_text(
+        "import torch, trainer_client\n"
+        "trainer_client.init_distributed()\n"
+        "config = {\n"
+        "    'train_micro_batch_size_per_gpu': 1, 'gradient_clipping': 1.0, 'zero_optimization': {'stage': 3},\n"
+        "    'optimizer': {'type': 'AdamW', 'params': {'lr': 0.1}},\n"
+        "    'paramserver': {'host_budget': '64MiB', 'nvme_budget': '256MiB'},\n"
+        "}\n"
+        "engine = trainer_client.initialize(model=torch.nn.Linear(2, 2), config=config)[0]\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum())\n"
+        "engine.step()\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}", f"--master-port={free_port()}"]
+
+    done = subprocess.run(
+        [sys.executable, *launch, "left.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

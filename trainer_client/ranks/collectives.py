@@ -166,7 +166,9 @@ class Collectives:
             self._watch.close()
         groups, self._groups = self._groups, []
         for group in dict.fromkeys(groups):
-            dist.destroy_process_group(group)
+            # The error occurs if the script has left all groups before, as torch recommends for its end.
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
         if self._ending is not None:
             # gloo ends a process with SIGABRT that exits while groups are being destroyed. The wait is short, because
             # the other ranks abandon the run as well.
