@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 ModuleClass: TypeAlias = type[nn.Module] | str
 """A class of modules, its name, or its name with that of its Python module in front."""
 
-# The attribute of a module that is marked as a leaf.
-_LEAF = "_paramserver_leaf"
+# The attribute of a module that is marked as a leaf. It has DeepSpeed's name, because Accelerate's users read it.
+_LEAF = "_z3_leaf"
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from torch import nn
@@ -68,3 +69,13 @@ def test_a_mark_that_comes_too_late_is_a_warning(caplog: pytest.LogCaptureFixtur
         set_z3_leaf_module(model[1], True)
 
     assert "after initialize()" in caplog.text
+
+
+def test_a_mark_is_the_attribute_that_deepspeed_sets() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+
+    set_z3_leaf_module(model[0], True)
+    assert model[0]._z3_leaf
+
+    set_z3_leaf_module(model[0], False)
+    assert not getattr(model[0], "_z3_leaf", False)
