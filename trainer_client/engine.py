@@ -333,9 +333,12 @@ class Engine(EngineMemory):
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
 
+        As with DeepSpeed, a skipped step does not count, because programs log the norm or add it up: the norm is that
+        of the last step that was made, and 0.0 before this process has made one. The log has that of a skipped step.
+
         Without clipping by norm, the norm of bf16 gradients on the CPU is rounded: it is right within 0.1 %.
         """
-        return self._step.gradient_norm
+        return None if self._step.gradient_norm is None else self._step.made_norm
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group in the next step."""

@@ -38,6 +38,7 @@ from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.interface_version import log_version
 from trainer_client.log_context import LogContext
 from trainer_client.log_context import begin as begin_log_context
 from trainer_client.model.buffers import cast_buffers
@@ -162,8 +163,7 @@ def initialize(
     settings = load_config(
         _config_source(args, config, config_params), os.environ, {p.tensor.dtype for p in parameters}
     )
-    if settings.log_level is not None:
-        _set_log_level(settings.log_level)
+    _begin_log(settings.log_level)
     policy = choose_policy(settings.paramserver.units, unit_policy)
     former_engines = _former_engines(parameters)
     _mark(model, settings)
@@ -399,10 +399,18 @@ def _log_config(settings: TrainingConfig, batch: BatchSizes) -> None:
         log.warning("%s", not_clipped)
 
 
-def _set_log_level(level: str) -> None:
-    """Set the level of this library's logger, and of the one that scripts get as `deepspeed.utils.logger`."""
-    for name in ("trainer_client", "DeepSpeed"):
-        logging.getLogger(name).setLevel(level.upper())
+def _begin_log(level: str | None) -> None:
+    """Log DeepSpeed's line about its version on rank 0.
+
+    Args:
+        level: a level for this library's logger and for the one that scripts get as `deepspeed.utils.logger`; None:
+            both keep theirs.
+    """
+    if level is not None:
+        for name in ("trainer_client", "DeepSpeed"):
+            logging.getLogger(name).setLevel(level.upper())
+    if comm.get_rank() == 0:
+        log_version()
 
 
 def _make_scheduler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -40,6 +41,30 @@ def test_an_optimizer_shows_its_loss_scale_and_whether_a_step_was_skipped(model_
     assert shown == [(16.0, 1, False), (8.0, 2, True), (8.0, 3, False), (8.0, 4, False), (16.0, 5, False)]
     # Each of the four good steps has the gradient 1 for each weight.
     assert torch.allclose(weights["weight"], plain.weight.detach() - 0.4, atol=1e-3)
+
+
+def test_a_skipped_step_does_not_count_for_the_norm_and_the_log_names_deepspeed(
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs log and add up the norm, in which infinities of a scale that is too large would stay."""
+    config = {
+        "train_batch_size": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "paramserver": {"address": model_store, "job": job},
+    }
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        engine = trainer_client.initialize(model=nn.Linear(4, 1, bias=False), config=config)[0]
+    norms = [engine.get_global_grad_norm()]
+    with engine:
+        for factor in (float("inf"), 1.0, float("inf"), 2.0):
+            engine.backward(engine(torch.ones(2, 4)).float().mean() * factor)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+    assert norms == [None, 0.0, 2.0, 2.0, 4.0]
+    version = trainer_client.__version__
+    named = [record.getMessage() for record in caplog.records if record.name == "DeepSpeed"]
+    assert named == [f"DeepSpeed info: version={version}, git-hash=[none], git-branch=[none]"]
 
 
 def test_gathered_memory_is_released_between_steps_and_not_within_one(model_store: str, job: str) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from paramserver.contract.address import ADDRESS_VARIABLE
+from trainer_client import comm
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
+from trainer_client.interface_version import log_version
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.owners import is_owned
 from trainer_client.model.parameters import list_parameters
@@ -116,6 +118,8 @@ def init_inference(model: nn.Module, config: Mapping[str, Any] | None = None, **
         raise ConfigError(f"init_inference({twice[0]}=...) differs from the value in its config: pass one")
     given |= kwargs
     _check_arguments(given)
+    if comm.get_rank() == 0:
+        log_version()
     return _open(
         model,
         dtype=given.get("dtype"),

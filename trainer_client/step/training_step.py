@@ -68,6 +68,7 @@ class TrainingStep:
         skipped: how many steps were skipped because the gradient was not finite.
         skipped_in_row: how many of them since the last step that was made.
         gradient_norm: the norm of the last step's gradient over all ranks, before clipping; None before the first step.
+        made_norm: this norm of the last step that was made and not skipped; 0 if there was none.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class TrainingStep:
         self.skipped = 0
         self.skipped_in_row = 0
         self.gradient_norm: float | None = None
+        self.made_norm = 0.0
         self._gradients = gradients
         self._updates = updates
         self._optimizer = optimizer
@@ -158,6 +160,7 @@ class TrainingStep:
         finite = math.isfinite(self.gradient_norm)
         self._last, self._chosen = self._chosen or self._clipping, None
         if finite:
+            self.made_norm = self.gradient_norm
             factor = self._last.factor(unscaled)
             self._clips = bool(factor != 1.0)
             self._optimizer.make_step(lambda: self._update(step, self._scale(factor), norm.present))
