@@ -29,7 +29,7 @@ from trainer_client.report.step_trace import StepTrace
 from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
-from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.context import RankContext, Resources, UserObjects
 from trainer_client.run.extra_states import ExtraStates
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import MadeWith
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 _PREFETCH_SHARE = 4
 
 
-def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> Engine:
+def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: Resources) -> Engine:
     """Return an engine at the job's newest step, or at step 0 of a new job. All ranks must call this.
 
     Args:
@@ -65,7 +65,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     """
     made_with = record_run(user, rank, job)
     parts = _make_parts(user, rank, job, sizes, made_with, resources)
-    engine = Engine(user, rank, parts, resources.pop_all())
+    engine = Engine(user, rank, parts, resources)
     try:
         if job.resumed_state is None:
             line = new_job_line(rank)
@@ -87,7 +87,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
 
 
 def _make_parts(
-    user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, made_with: MadeWith, resources: ExitStack
+    user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, made_with: MadeWith, resources: Resources
 ) -> EngineParts:
     """Make the parts of an engine, and install the hooks on the model.
 
@@ -112,16 +112,16 @@ def _make_parts(
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,
     )
-    traces = _make_traces(rank, resources)
+    traces = _make_traces(rank, resources.all)
     clock = Clock()
     residency = _make_residency(rank, job)
     # The copies end before the session does, which ends the leases that they read and write.
-    resources.callback(job.lanes.close)
+    resources.all.callback(job.lanes.close)
     rank.store.wait_before_votes(job.lanes.finish)
     for unit in job.units:
         # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
         # freed.
-        resources.callback(unit.unmap)
+        resources.all.callback(unit.unmap)
     micro_batches = MicroBatches(
         sizes,
         ReductionSchedule.of(rank.settings),
@@ -139,7 +139,7 @@ def _make_parts(
         meet=rank.collectives.barrier if _has_replicated_parts(rank, job) else lambda: None,
     )
     passes = BackwardPasses(step, scaler, micro_batches, commits)
-    activations = _make_activations(rank, job, resources) if rank.settings.offloads_activations else None
+    activations = _make_activations(rank, job, resources.all) if rank.settings.offloads_activations else None
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
@@ -182,7 +182,7 @@ def _has_replicated_parts(rank: RankContext, job: Job) -> bool:
     return bool(rank.settings.paramserver.replicas) and job.sharers < rank.collectives.world_size
 
 
-def _keep_replicas(rank: RankContext, job: Job, resources: ExitStack) -> Replicas:
+def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Replicas:
     """Start the followers of this rank's store, if the config asks for replicas and this rank speaks for the store.
 
     Raises:
@@ -211,12 +211,13 @@ def _keep_replicas(rank: RankContext, job: Job, resources: ExitStack) -> Replica
                 bytes_a_second=section.replica.bandwidth,
             )
             followers.append(FollowerProcess(order.to_json(), holder))
+            resources.apart.callback(followers[-1].stop)
     replicas = Replicas(
         followers,
         is_waited_for=section.durability == REPLICATED,
         timeout_seconds=section.replica.timeout_seconds,
     )
-    resources.callback(replicas.close)
+    resources.all.callback(replicas.close)
     return replicas
 
 

@@ -8,16 +8,16 @@ hooks.
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from trainer_client import at_exit
 from trainer_client.device import CPU
 from trainer_client.engine_core import EngineParts
 from trainer_client.engine_memory import EngineMemory
@@ -33,7 +33,8 @@ from trainer_client.model.parameter_offload import ParameterOffload
 from trainer_client.model.refusals import refuse_conversion
 from trainer_client.model.states import placement_bytes
 from trainer_client.report.step_report import StepReport
-from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.context import RankContext, Resources, UserObjects
+from trainer_client.run.forgotten import Remains
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler
 from trainer_client.transport.attachments import Restart
@@ -71,18 +72,21 @@ class Engine(EngineMemory):
         tput_timer: DeepSpeed's counters of epochs and of samples a second.
     """
 
-    def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
+    def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: Resources) -> None:
         """Join the parts to an engine.
 
         Args:
             resources: closed when the engine leaves.
         """
-        super().__init__(user, rank, parts, resources)
+        super().__init__(user, rank, parts, resources.all.pop_all())
         own(user.parameters, self)
         user.optimizer.drive(self)
         if self.zero_optimization_partition_weights():
             user.optimizer.parameter_offload = ParameterOffload(user.module)
-        atexit.register(self.close_without_commit)
+        # The model's hooks keep the engine for as long as the model is used, also where only the model is.
+        parts.hooks.serve(self)
+        self._remains = Remains(self, resources.apart)
+        at_exit.register(self, Engine.close_without_commit)
         if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
 
@@ -565,7 +569,8 @@ class Engine(EngineMemory):
         if self._closed or not self._process.is_here:
             return
         self._closed = True
-        atexit.unregister(self.close_without_commit)
+        at_exit.unregister(self)
+        self._remains.close_no_more()
         self._store.stop_reattaching()
         self._hooks.stop_watching_gradients()
         self._refusals.allow_changes()

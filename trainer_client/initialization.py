@@ -50,8 +50,9 @@ from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
-from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.context import RankContext, Resources, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
+from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.job import Job
 from trainer_client.run.job_place import JobPlace
 from trainer_client.run.node_store import find_store, join_processes
@@ -188,8 +189,9 @@ def initialize(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
     )
     scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
-    with ExitStack() as resources:
-        processes = resources.enter_context(ExitStack())
+    with ExitStack() as everything:
+        resources = Resources(all=everything, apart=everything.enter_context(ExitStack()))
+        processes = resources.apart.enter_context(ExitStack())
         local_rank, device = join_processes(settings, dist_init_required, distributed_port, processes)
         _set_local_rank(args, local_rank)
         recorder = Recorder()
@@ -217,28 +219,18 @@ def initialize(
             local_rank,
             collectives,
         )
-        if collectives.rank == 0:
-            log.info("%s", _describe_scheduler(lr_scheduler, settings.scheduler))
         batch = resolve_batch_sizes(settings, collectives.world_size)
         if collectives.rank == 0:
+            log.info("%s", _describe_scheduler(lr_scheduler, settings.scheduler))
             _log_config(settings, batch)
-        loader = make_loader(
-            training_data,
-            batch,
-            settings.paramserver.data,
-            drop_last=settings.dataloader_drop_last,
-            is_managed=settings.managed_gradient_accumulation,
-            rank=collectives.rank,
-            world_size=collectives.world_size,
-            collate_fn=collate_fn,
-        )
+        loader = _make_loader(training_data, batch, settings, collectives, collate_fn)
         # A former engine is closed when this one shares the process group and the daemon with it, so that these stay.
-        store_address = find_store(settings, collectives, local_rank, resources)
+        store_address = find_store(settings, collectives, local_rank, resources.apart)
         take_over(former_engines)
         store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
-        resources.callback(processes.close)
+        resources.all.callback(processes.close)
         is_imported = checkpoint is not None and import_at_start(
             checkpoint, settings, store, collectives, model, parameters
         )
@@ -322,10 +314,13 @@ def _set_local_rank(args: Any, local_rank: int) -> None:
 def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
     """Return the open engines that parameters of the model belong to, in the order of the parameters.
 
+    Engines that the program has forgotten are ended first.
+
     Raises:
         ConfigError: an engine was closed or deleted, so that its parameters have no values; or an engine for inference
             is open.
     """
+    collect_forgotten()
     engines: dict[int, Engine] = {}
     for parameter in parameters:
         engine = owner_of(parameter.tensor)
@@ -373,6 +368,26 @@ def _refuse_for_inference(**arguments: Any) -> None:
             raise ConfigError(
                 f"initialize({name}=...) needs an optimizer: without one, the engine is for inference{instead}"
             )
+
+
+def _make_loader(
+    training_data: Dataset[Any] | None,
+    batch: BatchSizes,
+    settings: TrainingConfig,
+    collectives: Collectives,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> DataLoader[Any] | None:
+    """Return the loader of the training data as the config asks for it; None if there are no such data."""
+    return make_loader(
+        training_data,
+        batch,
+        settings.paramserver.data,
+        drop_last=settings.dataloader_drop_last,
+        is_managed=settings.managed_gradient_accumulation,
+        rank=collectives.rank,
+        world_size=collectives.world_size,
+        collate_fn=collate_fn,
+    )
 
 
 def _config_source(
@@ -493,7 +508,7 @@ def _connect(
     collectives: Collectives,
     prefer_streams: bool,
     recorder: Recorder,
-    resources: ExitStack,
+    resources: Resources,
 ) -> tuple[RankStore, LogContext]:
     """Open a session with the daemon at `address`.
 
@@ -522,6 +537,7 @@ def _connect(
         trace_parent=trace_parent,
         on_rank_gone=collectives.rank_has_gone,
     )
-    resources.callback(store.close)
+    resources.apart.callback(store.end_session)
+    resources.all.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store, log_context

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import trainer_client
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.several_engines import TRAINED, build, config_of, step
+from tests.integration.support.waiting import wait_until
+from trainer_client import at_exit
 from trainer_client.config.loading import load_config
 from trainer_client.errors import LocalDaemonError
+from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.local_daemon import LOCK_NAME, local_address
 from trainer_client.run.shared_daemon import share_daemon
 from trainer_client.transport.channel import is_serving, open_channel
@@ -59,3 +68,67 @@ def test_a_daemon_that_has_ended_is_started_again_for_the_next_engine(tmp_path: 
 
 def test_ranks_with_several_engines_share_a_daemon_and_a_process_group(tmp_path: Path) -> None:
     run_ranks("tests.integration.support.several_engines", 2, tmp_path / "state")
+
+
+def pids_of_daemons(directory: Path) -> list[int]:
+    """Return the processes whose command names a path below a directory, as those of the daemons started there do."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes()
+                if f"{directory}/".encode() in command:
+                    found.append(int(process.name))
+    return found
+
+
+def are_gone(references: list[weakref.ref[Any]]) -> bool:
+    """Return whether objects are collected. A call to the store that is under way keeps an engine until its answer."""
+    collect_forgotten()
+    return all(reference() is None for reference in references)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_that_are_forgotten_leave_no_daemon(tmp_path: Path, stage: int) -> None:
+    """A sweep, each trial of which has a directory of its own and closes nothing."""
+    gone = []
+    for trial in range(3 if stage == 3 else 1):
+        model = build(trial)
+        config = config_of(str(tmp_path / f"trial-{trial}"), stage) | {"gradient_clipping": 1.0}
+        if trial < 2:
+            engine: Any = trainer_client.initialize(model=model, config=config | TRAINED)[0]
+            step(engine)
+            # A graph whose backward pass does not come, and what a program may keep of an engine.
+            loss = engine(torch.ones(4, 8)).sum()
+        else:
+            engine = trainer_client.initialize(model=model, config=config)[0]
+            loss = engine(torch.ones(4, 8)).sum()
+        gone += [weakref.ref(engine), weakref.ref(model)]
+        del engine, model, loss
+    wait_until(lambda: are_gone(gone))
+    assert not pids_of_daemons(tmp_path)
+
+
+def test_an_engine_whose_model_is_used_is_not_forgotten(tmp_path: Path) -> None:
+    """A function may keep `engine.module` alone."""
+    model = trainer_client.initialize(model=build(), config=config_of(str(tmp_path / "state"), 3) | TRAINED)[0].module
+    collect_forgotten()
+    output = model(torch.ones(4, 8))
+    assert torch.equal(output, build()(torch.ones(4, 8)))
+    gone = [weakref.ref(model)]
+    del model, output
+    wait_until(lambda: are_gone(gone))
+    assert not pids_of_daemons(tmp_path)
+
+
+def test_a_forked_child_ends_nothing_of_its_parents_engines(tmp_path: Path) -> None:
+    engine: Any = trainer_client.initialize(model=build(), config=config_of(str(tmp_path / "state"), 3) | TRAINED)[0]
+    child = os.fork()
+    if not child:
+        del engine
+        gc.collect()
+        at_exit._run()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    step(engine)
+    engine.close()

@@ -50,7 +50,7 @@ FLOORS = {
         "__main__",
     ),
     "trainer_client": (
-        "arguments errors index_ranges interface_version launcher log_context own_memory own_packages quiet_grpc "
+        "arguments at_exit errors index_ranges interface_version launcher log_context own_memory own_packages quiet_grpc "
         "recorder standing",
         "as_deepspeed device lanes section",
         "comm",

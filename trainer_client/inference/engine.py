@@ -5,10 +5,8 @@ This module owns the life of the hooks and of the leases. It must never change a
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -16,6 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from trainer_client import at_exit
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.engine_getters import EngineGetters
@@ -27,6 +26,8 @@ from trainer_client.model.owners import disown, own
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.refusals import copy_gathered, find_conversion
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.context import Resources
+from trainer_client.run.forgotten import Remains
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
@@ -68,13 +69,13 @@ class InferenceEngine(EngineGetters):
         sizes: BatchSizes,
         collectives: Collectives,
         local_rank: int,
-        resources: ExitStack,
+        resources: Resources,
     ) -> None:
         """Join the parts to an engine.
 
         Args:
             collectives: those with which the model was opened. The engine does not communicate.
-            resources: the exit stack that `close` closes.
+            resources: closed with the engine, which takes all of them over.
         """
         super().__init__()
         self.module = model
@@ -87,14 +88,15 @@ class InferenceEngine(EngineGetters):
         self._collectives = collectives
         self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
         self._compute_dtype = PrecisionPolicy.of(settings).compute_dtype
-        self._resources = resources
+        self._resources = resources.all.pop_all()
         self._closed = False
         self._process = OwnProcess()
         self.eval()
         self._refusal = model.register_state_dict_pre_hook(self._refuse_released)
         self._copying = model.register_state_dict_post_hook(copy_gathered)
         own(parts.parameters, self)
-        atexit.register(self.close)
+        self._remains = Remains(self, resources.apart)
+        at_exit.register(self, InferenceEngine.close)
         log.info(
             "the model has the weights of step %d of job %r; %d bytes of them stay in memory, %s",
             *(self.step_number, self.job, parts.residency.kept_bytes),
@@ -185,7 +187,8 @@ class InferenceEngine(EngineGetters):
         if self._closed or not self._process.is_here:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        at_exit.unregister(self)
+        self._remains.close_no_more()
         self._refusal.remove()
         self._copying.remove()
         disown(self._parts.parameters)

@@ -35,6 +35,7 @@ from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.unit_policy import UnitPolicy
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.context import Resources
 from trainer_client.run.extra_states import ExtraStates
 from trainer_client.run.node_store import choose_device, find_store, join_processes
 from trainer_client.step.precision import PrecisionPolicy
@@ -100,7 +101,8 @@ def open_engine(
         StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
     """
     section = settings.paramserver
-    with ExitStack() as resources:
+    with ExitStack() as everything:
+        resources = everything.enter_context(ExitStack())
         joined = resources.enter_context(ExitStack())
         local_rank, device = (
             choose_device(settings) if processes is None else join_processes(settings, *processes, joined)
@@ -118,16 +120,17 @@ def open_engine(
         dtypes = [policy_of_dtypes.dtype_of(parameter) for parameter in parameters]
         job = choose_job(model, parameters, dtypes, settings.paramserver, initial.weights, collectives)
         weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
-        resources.callback(weights.close)
+        everything.callback(weights.close)
         units = divide(model, parameters, weights.tensors, policy)
         residency = Residency(units, weights, _host_bytes(settings, weights))
-        resources.callback(residency.close)
+        everything.callback(residency.close)
         residency.load()
         hooks = InferenceHooks(model, units, residency)
-        resources.callback(hooks.remove)
+        everything.callback(hooks.remove)
         parts = InferenceParts(weights=weights, residency=residency, hooks=hooks, parameters=tuple(parameters))
         sizes = _sizes(settings, collectives.world_size)
-        return InferenceEngine(model, parts, settings, sizes, collectives, local_rank, resources.pop_all())
+        given_back = Resources(all=everything, apart=resources)
+        return InferenceEngine(model, parts, settings, sizes, collectives, local_rank, given_back)
 
 
 def _sizes(settings: TrainingConfig, world_size: int) -> BatchSizes:

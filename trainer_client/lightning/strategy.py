@@ -6,7 +6,6 @@ the one model that is trained. It must never compute: the engine and Lightning d
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import time
@@ -28,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainer_client import zero
+from trainer_client import at_exit, zero
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
@@ -370,7 +369,7 @@ class ParamserverStrategy(DDPStrategy):
         closes it, because the others wait for this rank.
         """
         self._has_failed = True
-        atexit.unregister(self.close)
+        at_exit.unregister(self)
         if self._engine is not None and (self._is_fitting or self._engine.world_size > 1):
             self._engine.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -383,8 +382,7 @@ class ParamserverStrategy(DDPStrategy):
             return
         if self._engine is not None and not self._engine.is_closed and not has_failed:
             self._engine.commit_last_step()
-            atexit.unregister(self.close)
-            atexit.register(self.close)
+            at_exit.register(self, ParamserverStrategy.close)
         assert self.accelerator is not None
         self.accelerator.teardown()
 
@@ -393,7 +391,7 @@ class ParamserverStrategy(DDPStrategy):
 
         The model has no values afterwards.
         """
-        atexit.unregister(self.close)
+        at_exit.unregister(self)
         if self._engine is not None:
             self._engine.close()
 

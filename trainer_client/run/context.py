@@ -1,4 +1,6 @@
-"""Two records that `initialize` makes before there is an engine: the user's objects, and this rank's connections.
+"""The records that `initialize` makes before there is an engine.
+
+They are the user's objects, this rank's connections, and what is given back at the engine's end.
 
 This module owns nothing. It has no functions: the job and the assembly of the engine read these records.
 """
@@ -6,6 +8,7 @@ This module owns nothing. It has no functions: the job and the assembly of the e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,3 +52,17 @@ class RankContext:
     store: RankStore
     recorder: Recorder
     log_context: LogContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What an engine gives back at its end, in reverse order.
+
+    Attributes:
+        all: everything. It is closed with the engine, and closes `apart` last.
+        apart: the part that refers neither to the engine nor to its model, such as the session with the store. It is
+            all that is closed for an engine that the program has forgotten; see forgotten.py.
+    """
+
+    all: ExitStack
+    apart: ExitStack

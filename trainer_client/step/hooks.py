@@ -211,10 +211,15 @@ class UnitHooks:
         self._used: dict[int, None] = {}
         self._parameter_hooks = ParameterHooks(units, gradients)
         self._module_hooks: list[RemovableHandle] = []
+        self._engine: object = None
         # None where no tile computes on the CPU.
         tiles = (unit for unit in units if unit.tile is not None)
         on_cpu = any(group.device.type == "cpu" for unit in tiles for group in unit.groups)
         self._heap_trimmer = HeapTrimmer() if on_cpu else None
+
+    def serve(self, engine: object) -> None:
+        """Keep the engine for as long as the hooks are on the model, which would compute nothing without it."""
+        self._engine = engine
 
     @property
     def phase(self) -> Phase:
@@ -374,6 +379,7 @@ class UnitHooks:
                 group.leave_parameters()
 
     def _remove(self) -> None:
+        self._engine = None
         self.stop_watching_gradients()
         for handle in self._module_hooks:
             handle.remove()

@@ -5,8 +5,10 @@ This module owns the hooks. It must never look at a gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,14 +18,22 @@ from trainer_client.model.tile import TileWeight, take_whole
 from trainer_client.model.units import Unit
 from trainer_client.step.gradients import GradientGroup, Gradients
 
+Hook: TypeAlias = Callable[[torch.Tensor], None]
+
 
 class ParameterHooks:
-    """The hooks on the parameters of one engine's model."""
+    """The hooks on the parameters of one engine's model.
+
+    [Note: weak hooks] torch does not show the garbage collector that a parameter refers to such a hook. If the hook
+    referred to the engine, and so to the parameter, no engine that a program has forgotten would ever be freed, nor its
+    model. So torch gets a hook that finds the engine's one by a weak reference and a number.
+    """
 
     def __init__(self, units: Sequence[Unit], gradients: Gradients) -> None:
         self._units = units
         self._gradients = gradients
         self._handles: list[RemovableHandle] = []
+        self._hooks: list[Hook] = []
         self._registered: list[tuple[torch.Tensor, int]] = []
 
     def install(self, act: Callable[[Unit, GradientGroup, int, torch.Tensor], None]) -> None:
@@ -55,26 +65,35 @@ class ParameterHooks:
                 # `move_to_end` would leave the order in which autograd goes through the dict.
                 hooks[number] = hooks.pop(number)
 
-    def _register(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        self._handles.append(_register(parameter, hook))
+    def _register(self, parameter: torch.Tensor, hook: Hook) -> None:
+        """Register a hook, see [Note: weak hooks]."""
+        self._hooks.append(hook)
+        self._handles.append(_register(parameter, partial(_call, weakref.ref(self), len(self._hooks) - 1)))
         self._registered.append((parameter, self._handles[-1].id))
 
-    def remove(self) -> None:
-        """Remove the hooks. Idempotent.
+    def call(self, number: int, parameter: torch.Tensor) -> None:
+        """Call the hook with this number."""
+        self._hooks[number](parameter)
 
-        torch does not show the garbage collector that a parameter refers to such a hook. The hook refers to the engine,
-        and the engine to the parameter, so without this call no engine and no model would ever be freed.
-        """
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._registered.clear()
+        self._hooks.clear()
         for unit in self._units:
             if unit.tile is not None:
                 unit.tile.on_gradient = None
 
 
-def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def _call(reference: weakref.ref[ParameterHooks], number: int, parameter: torch.Tensor) -> None:
+    hooks = reference()
+    if hooks is not None:
+        hooks.call(number, parameter)
+
+
+def _register(parameter: torch.Tensor, hook: Hook) -> RemovableHandle:
     """Register a hook, which stays when the parameter is frozen or thawed."""
     is_trained = parameter.requires_grad
     # While a parameter in tiles is released, its class refuses hooks, because autograd gives it no gradients then.

@@ -157,6 +157,11 @@ class RankStore:
         self._later_commits.join()
 
     @property
+    def end_session(self) -> Callable[[], None]:
+        """A function that ends the session at once, and with it all leases. It does not refer to this object."""
+        return self._attachments.close
+
+    @property
     def restarts(self) -> Sequence[Restart]:
         """The restarts of the daemon that this rank has outlived."""
         return tuple(self._attachments.restarts)
@@ -784,14 +789,9 @@ class RankStore:
         with self._attachments.changed:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
-        vote.call.add_done_callback(partial(self._note_commit, step))
+        # The callback does not refer to this object, so that a commit under way does not keep a forgotten engine.
+        vote.call.add_done_callback(partial(_note_commit, self._attachments, step))
         return PendingCommit(self._attachments, vote, self._recorder)
-
-    def _note_commit(self, step: int, call: Any) -> None:
-        """Remove the commit's entries from the journal as soon as the commit exists; called on a thread of gRPC."""
-        if not call.cancelled() and call.exception() is None:
-            with self._attachments.changed:
-                self._attachments.journal.acknowledge(step)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """Request the counters of the store's tiers since the daemon's start. It does not wait.
@@ -821,6 +821,13 @@ def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> 
     if memory is not None and lease.HasField("keep"):
         return replace(leased, keep=memory.range(lease.keep, lease.size_bytes))
     return leased
+
+
+def _note_commit(attachments: Attachments, step: int, call: Any) -> None:
+    """Remove the commit's entries from the journal as soon as the commit exists; called on a thread of gRPC."""
+    if not call.cancelled() and call.exception() is None:
+        with attachments.changed:
+            attachments.journal.acknowledge(step)
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:

@@ -57,6 +57,9 @@ class Sender:
     def _run(self) -> None:
         while (begin := self._waiting.get()) is not None:
             begin()
+            # While the thread waits for the next call, this one's future must not keep what its callbacks refer to,
+            # which may be an engine that the program has forgotten.
+            del begin
 
 
 def _begin(response: Future[Any], method: Any, request: Any, timeout_seconds: float) -> None:
