@@ -292,6 +292,7 @@ class Engine(EngineMemory):
         if self._micro_batches.backwards and not self._micro_batches.keeps_gradients:
             self._step.drop_gradients()
             self._micro_batches.drop_backwards()
+            self._hooks.show_gradients()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradient of the step under way by its 2-norm when the step is made. All ranks must call this.

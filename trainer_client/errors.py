@@ -154,6 +154,24 @@ class InPlaceChangeError(TrainerClientError, RuntimeError):
         return type(self), (self.fqn,)
 
 
+class TakenGradientError(TrainerClientError, RuntimeError):
+    """The script has used `.grad` of a parameter whose gradient the engine has taken, between backward and step."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"the gradient of parameter {fqn} is not in its .grad, because the engine has taken it: read it by "
+            f'engine.get_full("{fqn}", "grad"), change it by engine.set_full("{fqn}", "grad", values), on every rank; '
+            "call engine.clip_grad_norm_(max_norm), engine.clip_grad_value_(limit) and engine.zero_grad() in place of "
+            "torch.nn.utils and model.zero_grad(); leave torch.amp.GradScaler out, because the engine scales the loss "
+            "where the config has fp16 or torch_autocast"
+        )
+        self.fqn = fqn
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        """Return how pickle makes this error again, because its argument is not that of `Exception`."""
+        return type(self), (self.fqn,)
+
+
 class TiledParameterError(ParameterUseError):
     """A function of torch needs the values of a parameter whose tiles are gathered one after the other."""
 

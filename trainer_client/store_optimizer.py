@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias, overload
@@ -110,6 +111,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
+        self.state = original.state = StatesInStore()
         for each in (self, original):
             each.register_state_dict_pre_hook(_warn_of_no_states)
         if idle := [p.fqn for p in parameters if p.tensor.requires_grad and id(p.tensor) not in grouped]:
@@ -357,6 +359,34 @@ class StoreOptimizer(torch.optim.Optimizer):
                 f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
                 "momentum from the beginning"
             )
+
+
+class StatesInStore(defaultdict[Any, Any]):
+    """The `state` of an optimizer whose states are in the store: empty, and it says so where a script uses it."""
+
+    def __missing__(self, _: Any) -> Any:
+        raise self._refusal()
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        raise self._refusal()
+
+    def __delitem__(self, _: Any) -> None:
+        raise self._refusal()
+
+    def clear(self) -> None:
+        """Refuse the call, because it would clear nothing."""
+        raise self._refusal()
+
+    def pop(self, *_: Any) -> Any:
+        """Refuse the call, because there is nothing here to take away."""
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            "optimizer.state is empty, because the store has the states: read one by "
+            'engine.get_full(parameter, "exp_avg"), and change it by engine.set_full(parameter, "exp_avg", values), on '
+            "all ranks"
+        )
 
 
 def make_optimizer(

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer_client.model.availability import UnavailableParameter, ZeroParamStatus, show_status
+from trainer_client.model.taken_gradients import require_gradient
 
 # The attributes of a tensor that return its values or views of its values. All other attributes of a released parameter
 # can be read.
@@ -83,6 +84,8 @@ class ReleasedParameter(UnavailableParameter):
     ) -> Any:
         kwargs = kwargs or {}
         name, is_attribute = _name_of(func)
+        if is_attribute and name == "grad" and isinstance(args[0], ReleasedParameter):
+            require_gradient(args[0])
         without_values = func in _METADATA or func in _FOR_GRADIENTS
         if name not in _VALUES if is_attribute else without_values and not _is_in_vain(func, (args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

@@ -257,6 +257,7 @@ class UnitHooks:
     def begin_backward(self, plan: BackwardPlan) -> None:
         """Take note that a backward pass begins. All ranks must call this; it does not wait for them."""
         self.expect_forward()
+        self._parameter_hooks.show_gradients()
         self._parameter_hooks.keep_last()
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._trace = self._training
@@ -283,6 +284,7 @@ class UnitHooks:
         self._gradients.finish_backward(self._plan.step)
         self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
+        self._parameter_hooks.hide_gradients()
 
     def abort_backward(self) -> bool:
         """Free the units' memory and release their leases, without a collective, because autograd or a hook has failed.
@@ -339,6 +341,10 @@ class UnitHooks:
         with suppress(StoreError):
             self._residency.go_back_to(before.holds)
 
+    def show_gradients(self) -> None:
+        """Let the script use `.grad` as ever, because a forward or a step begins, or gradients are dropped."""
+        self._parameter_hooks.show_gradients()
+
     def fail_change(self) -> None:
         """Take note that a change of states between two steps has failed half-way."""
         self._phases.enter(Verb.FAIL_CHANGE)
@@ -391,6 +397,7 @@ class UnitHooks:
         It can raise InPlaceChangeError.
         """
         self.expect_forward()
+        self.show_gradients()
         self._phases.enter(Verb.BEGIN_STEP)
         self._lanes.finish_copies_in()
         self._residency.require_unchanged()
@@ -464,6 +471,8 @@ class UnitHooks:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
         self._prepare_training()
         outermost = not self._running
+        if outermost and self.phase is not Phase.BACKWARD:
+            self.show_gradients()
         if outermost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
             # A backward pass runs this forward again. If the user has started it, it begins here and not with the first
             # gradient: reentrant checkpointing computes gradients in a pass of its own, which ends earlier.

@@ -11,11 +11,13 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.taken_gradients import hide_gradient, show_gradient
 from trainer_client.model.tile import TileWeight, take_whole
-from trainer_client.model.units import Unit
+from trainer_client.model.units import Unit, UnitState
 from trainer_client.step.gradients import GradientGroup, Gradients
 
 Hook: TypeAlias = Callable[[torch.Tensor], None]
@@ -35,6 +37,8 @@ class ParameterHooks:
         self._handles: list[RemovableHandle] = []
         self._hooks: list[Hook] = []
         self._registered: list[tuple[torch.Tensor, int]] = []
+        # The parameters whose gradients were taken.
+        self._hidden: list[nn.Parameter] = []
 
     def install(self, act: Callable[[Unit, GradientGroup, int, torch.Tensor], None]) -> None:
         """Register a hook on each parameter of a trainable group, also on one that is frozen at the moment.
@@ -65,6 +69,21 @@ class ParameterHooks:
                 # `move_to_end` would leave the order in which autograd goes through the dict.
                 hooks[number] = hooks.pop(number)
 
+    def hide_gradients(self) -> None:
+        """Make the use of `.grad` an error for the parameters whose gradients were taken in this step."""
+        for unit in self._units:
+            for gradient in self._gradients.of_unit(unit):
+                for slot in gradient.present if unit.tile is None else ():
+                    parameter = gradient.flat_group.parameters[slot]
+                    is_released = unit.state is not UnitState.RESIDENT
+                    hide_gradient(parameter.tensor, parameter.fqn, is_released=is_released)
+                    self._hidden.append(parameter.tensor)
+
+    def show_gradients(self) -> None:
+        """Undo `hide_gradients`. Idempotent."""
+        while self._hidden:
+            show_gradient(self._hidden.pop())
+
     def _register(self, parameter: torch.Tensor, hook: Hook) -> None:
         """Register a hook, see [Note: weak hooks]."""
         self._hooks.append(hook)
@@ -77,6 +96,7 @@ class ParameterHooks:
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
+        self.show_gradients()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -5,6 +5,7 @@ A case is a function of a loop. It yields what has to be the same in both, and r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -313,3 +314,93 @@ def penalty(loop: Loop) -> Iterator[Any]:
         yield loss.detach()
         loss.backward()
         loop.step()
+
+
+# --- gradients and the optimizer's states
+
+
+def between(text: str, change: Callable[[Loop], Any], *, after: bool = False) -> None:
+    """Register a case that makes a change between backward and step, or after the step."""
+
+    @row(text)
+    def case(loop: Loop) -> Iterator[Any]:
+        def act(_: nn.Module) -> None:
+            change(loop)
+
+        yield from loop.train(range(STEPS), **{"after" if after else "before": act})
+
+
+def scaled_step(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(loop.optimizer)
+
+
+def read_gradient(loop: Loop) -> torch.Tensor:
+    norm: torch.Tensor = loop.model.blocks[0].weight.grad.norm()
+    return norm
+
+
+def assign_gradient(loop: Loop) -> None:
+    loop.model.blocks[0].weight.grad = torch.zeros(8, 8)
+
+
+def set_rate(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def move_to_new_group(loop: Loop) -> None:
+    groups = loop.optimizer.param_groups
+    if len(groups) == 1:
+        moved = groups[0]["params"].pop()
+        loop.optimizer.add_param_group({"params": [moved], "lr": 0.01})
+
+
+def freeze(loop: Loop) -> None:
+    loop.model.blocks[0].requires_grad_(not loop.model.blocks[0].weight.requires_grad)
+
+
+def assign_state(loop: Loop) -> None:
+    loop.optimizer.state[loop.model.blocks[0].weight] = {}
+
+
+utils = torch.nn.utils
+between("calls `torch.nn.utils.clip_grad_norm_`", lambda loop: utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+between("calls `torch.nn.utils.clip_grad_value_`", lambda loop: utils.clip_grad_value_(loop.model.parameters(), 0.1))
+between(
+    "calls `torch.nn.utils.get_total_norm`",
+    lambda loop: utils.get_total_norm([p.grad for p in loop.model.parameters() if p.grad is not None]),
+)
+between("reads `p.grad` between backward and step", read_gradient)
+between("assigns to `p.grad` between backward and step", assign_gradient)
+between("calls `p.grad.zero_()`", lambda loop: loop.model.blocks[0].weight.grad.zero_())
+between("calls `model.zero_grad()` between backward and step", lambda loop: loop.model.zero_grad())
+between("calls `model.zero_grad()` after the step", lambda loop: loop.model.zero_grad(), after=True)
+between("steps by `torch.amp.GradScaler`", scaled_step)
+between("calls `optimizer.state.clear()`", lambda loop: loop.optimizer.state.clear(), after=True)
+between("assigns to `optimizer.state[p]`", assign_state, after=True)
+between(
+    'reads `optimizer.state[p]["exp_avg"]`',
+    lambda loop: loop.optimizer.state[loop.model.blocks[0].weight]["exp_avg"],
+    after=True,
+)
+between(
+    "calls `optimizer.load_state_dict()`",
+    lambda loop: loop.optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    after=True,
+)
+between("calls `optimizer.state_dict()`", lambda loop: loop.optimizer.state_dict(), after=True)
+between('sets `optimizer.param_groups[0]["lr"]`', set_rate, after=True)
+between("moves a parameter to a new group by `optimizer.param_groups`", move_to_new_group, after=True)
+between("calls `requires_grad_()` between steps", freeze, after=True)
+between("calls `model.half()`", lambda loop: loop.model.half(), after=True)
+
+
+@row("copies the model by `copy.deepcopy`")
+def copy_model(loop: Loop) -> Iterator[Any]:
+    yield loop.backward()
+    copied = copy.deepcopy(loop.model)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in copied.parameters()) or loop.engine is None
+    yield copied.blocks[0].weight.detach().norm()
+    loop.step()
+    yield from loop.train(range(STEPS))

@@ -1,0 +1,75 @@
+"""Gradients that the engine has taken from `.grad`: a read of it between backward and step is an error, and not None.
+
+torch's functions pass over parameters without a gradient, so that `clip_grad_norm_` would clip nothing and return 0.
+This module owns the class of a parameter from a backward pass to the step. It must never hold a gradient.
+
+[Note: the class of a parameter whose gradient was taken] It is a subclass of the parameter's own class with another
+`grad`. The own class is back before each forward, so that torch.compile sees no other one, and before each step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.errors import TakenGradientError
+
+# The attributes of a parameter whose gradient was taken: its name, and of its class: the parameter's own class.
+_NAME, _OWN_CLASS = "_paramserver_taken", "_paramserver_own_class"
+# The number of the graph task, as torch returns it outside of autograd.
+_NO_GRAPH_TASK = -1
+# torch's own attribute, which its stubs give the type of its value.
+_GRAD: Any = torch.Tensor.grad
+
+
+def hide_gradient(parameter: nn.Parameter, fqn: str, *, is_released: bool) -> None:
+    """Make each use of the parameter's `.grad` an error, until `show_gradient`. Idempotent.
+
+    Args:
+        is_released: whether its unit is given up after each use; the class of released parameters then calls
+            `require_gradient`.
+    """
+    vars(parameter)[_NAME] = fqn
+    if not is_released and not hasattr(type(parameter), _OWN_CLASS):
+        parameter.__class__ = _without_gradient(type(parameter))
+
+
+def require_gradient(parameter: torch.Tensor) -> None:
+    """Raise TakenGradientError if the gradient of a parameter was taken, and no backward pass is under way."""
+    if _NAME in vars(parameter) and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
+        raise TakenGradientError(vars(parameter)[_NAME])
+
+
+def show_gradient(parameter: nn.Parameter) -> None:
+    """Undo `hide_gradient`; idempotent."""
+    vars(parameter).pop(_NAME, None)
+    if (own := getattr(type(parameter), _OWN_CLASS, None)) is not None:
+        parameter.__class__ = own
+
+
+@functools.cache
+def _without_gradient(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    def read(parameter: nn.Parameter) -> torch.Tensor | None:
+        # In a backward pass, a hook of the script's looks at the gradient that autograd has just made.
+        require_gradient(parameter)
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        return gradient
+
+    def write(parameter: nn.Parameter, value: Any = None) -> None:
+        require_gradient(parameter)
+        _GRAD.__set__(parameter, value)
+
+    def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+        fqn = vars(parameter)[_NAME]
+        show_gradient(parameter)
+        try:
+            return copy.deepcopy(parameter, memo)
+        finally:
+            hide_gradient(parameter, fqn, is_released=False)
+
+    members = {"grad": property(read, write, write), "__deepcopy__": deepcopy, _OWN_CLASS: own}
+    return type(own.__name__, (own,), members)
