@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,6 +106,8 @@ class Engine(EngineMemory):
         self._require_open()
         self._hooks.expect_forward()
         self._passes.expect_loss()
+        if torch.is_grad_enabled() and not self._is_within_step:
+            self._run_state.note_late_changes()
         try:
             with self._precision.autocast(self.device), self._saving_boundaries():
                 return self.module(*args, **kwargs)
@@ -257,7 +260,7 @@ class Engine(EngineMemory):
             self.lr_scheduler.step()
         # The commit begins after the scheduler has stepped, so that a resume starts with the learning rate that an
         # uninterrupted run has.
-        self._commits.end_step(self.global_steps, self._client_state)
+        self._commits.end_step(self.global_steps, partial(self._client_state, ends_step=True))
         if self._gather.is_one_sided:
             self._collectives.barrier()
         self._step.refresh()
@@ -557,7 +560,8 @@ class Engine(EngineMemory):
         try:
             self.reload_states()
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
-                self.commit_last_step()
+                self._commits.commit_last_step()
+                self._commits.wait()
                 self._meet()
         finally:
             self.close_without_commit()
@@ -583,8 +587,12 @@ class Engine(EngineMemory):
                 self._leave_model(self._hooks.leave_model)
 
     def _meet(self) -> None:
-        """Wait for the other ranks at the end of the run. All ranks must call this. A failure is only logged."""
+        """Commit what came after the last step, with the other ranks. All ranks must call this.
+
+        If another rank has failed or gone, this is only logged.
+        """
         try:
+            self._commit_changes_of_script()
             self._collectives.barrier("the end of the run")
         except CollectiveError as error:
             # All steps are committed, so this rank loses nothing if another one has failed or gone.

@@ -174,17 +174,20 @@ class EngineCore(EngineGetters):
         """Whether a forward or a backward pass was run since the last step."""
         return self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
 
-    def _client_state(self) -> bytes:
+    def _client_state(self, *, ends_step: bool = False) -> bytes:
         """Return what the next commit carries for this rank: the state at the end of the last step.
 
         Where a step is under way, this is the state that it began with, because a run that goes on from the commit
         begins the step anew. If that was not encoded, the generators and buffers are those of this moment.
+
+        Args:
+            ends_step: whether a step ends, so that the script may still change buffers that belong to it.
         """
-        if self._is_within_step and (state := self._commits.state_of_last_step) is not None:
+        if not ends_step and self._is_within_step and (state := self._commits.state_of_last_step) is not None:
             return state
         progress = Progress(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
             micro_steps=self._micro_batches.micro_steps_of_steps,
         )
-        return self._run_state.encode(progress, self.client_state)
+        return self._run_state.encode(progress, self.client_state, ends_step=ends_step)

@@ -45,9 +45,9 @@ class EngineStates(EngineCore):
         This is for `paramserver.durability` "snapshot:N", where the steps after the last N-th one are otherwise
         committed by `close`. It can raise StoreError.
         """
-        self._commit_changes_of_script()
         self._commits.commit_last_step()
         self._commits.wait()
+        self._commit_changes_of_script()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the model's state by name, on the CPU: fp32 (master) weights; all other entries as they are.
@@ -547,11 +547,16 @@ class EngineStates(EngineCore):
         return has_stored
 
     def _commit_changes_of_script(self) -> None:
-        """Commit parameters that the script has changed in place since the last step. All ranks must call this.
+        """Commit what the script has changed since the last step: parameters, buffers and its client state.
 
-        It does nothing if steps are never committed. It raises what `_adopt_changes` raises.
+        All ranks must call this. It does nothing if steps are never committed. It raises what `_adopt_changes` raises.
         """
-        if self._commits.commits_steps and (changed := self._changes.find()):
+        if not self._commits.commits_steps:
+            return
+        changed = self._changes.find()
+        is_late = not self._is_within_step and self._run_state.has_late_changes(self.client_state)
+        (is_late_anywhere,) = self._collectives.any_rank([is_late], "a look at buffers")
+        if changed or is_late_anywhere:
             with self._changing():
                 for state in changed:
                     state.adopt(self._commits.next)

@@ -50,8 +50,8 @@ FLOORS = {
         "__main__",
     ),
     "trainer_client": (
-        "arguments at_exit errors index_ranges interface_version launcher log_context own_memory own_packages quiet_grpc "
-        "recorder standing",
+        "arguments at_exit errors index_ranges interface_version launcher log_context own_memory own_packages "
+        "quiet_grpc recorder standing",
         "as_deepspeed device lanes section",
         "comm",
         "accelerator not_built optimizers ranks schedules transport",

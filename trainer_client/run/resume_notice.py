@@ -83,9 +83,17 @@ def resume_line(
     others = "" if job.sharers == rank.collectives.world_size else ", and in the stores of the other nodes"
     found = _Differences(user, made_with, state)
     found.compare(sizes, fresh=len(job.fresh))
+    late = state.get("late_buffers") or []
+    lost = (
+        f" The script has changed buffers after its steps ({', '.join(late[:_SHOWN_NAMES])}), and the run was ended "
+        "before a commit had the change of this step, so they go on as they were at its end; change them before "
+        "engine.step() to have them in its commit."
+        if late
+        else ""
+    )
     return printable(
         f"paramserver: job {rank.place.job!r} goes on from step {state['counters']['global_steps']}{age}, in "
-        f"{rank.place}{others}. {found}"
+        f"{rank.place}{others}. {found}{lost}"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from paramserver.contract.limits import MAX_CLIENT_STATE_BYTES
 from trainer_client.errors import ClientStateError
@@ -93,11 +94,20 @@ class RunState:
         # The parameters of the groups in the last commit, by their indexes and by their names. They rarely change.
         self._members: list[Any] = []
         self._sorted_members: list[Any] | None = None
+        # The bytes of the buffers and of the script's part in the last encoded state, as digests by name, and the
+        # buffers that the script has changed after a step of this run.
+        self._encoded: dict[str, int] = {}
+        self._late: set[str] = set()
         # The bytes of the last encoded state without those that the script may change between two steps.
         self._other_bytes = 0
 
-    def encode(self, progress: Progress, user: Mapping[str, Any]) -> bytes:
-        """Return the encoded state for a commit; `user` has the user's part.
+    def encode(self, progress: Progress, user: Mapping[str, Any], *, ends_step: bool = False) -> bytes:
+        """Return the encoded state for a commit.
+
+        Args:
+            progress: the counters.
+            user: the user's part.
+            ends_step: whether a step ends, after which the script may still change buffers.
 
         Raises:
             ClientStateError: a value cannot be stored.
@@ -133,10 +143,32 @@ class RunState:
                 "made_at": time.time(),
                 "made_with": self._made_with_text,
                 "rolled_back": self._rolled_back,
+                "late_buffers": sorted(self._late) if ends_step else [],
             }
         )
+        self._encoded = self._digests(user)
         self._other_bytes = len(encoded) - self._check_values_of_script(user)
         return encoded
+
+    def has_late_changes(self, user: Mapping[str, Any]) -> bool:
+        """Return whether the script has changed a buffer, or its own part, since the last state was encoded."""
+        return self._digests(user) != self._encoded
+
+    def note_late_changes(self) -> None:
+        """Note which buffers the script has changed after a step, because the forward of the next one begins.
+
+        They are in the commit of the next step only. A run that goes on from the commit of the step says so.
+        """
+        now = self._digests(None)
+        self._late |= {name for name, digest in now.items() if self._encoded.get(name, digest) != digest}
+
+    def _digests(self, user: Mapping[str, Any] | None) -> dict[str, int]:
+        """Return the digests of the buffers that commits carry by their names, and that of the user's part by ""."""
+        digests = {
+            name: xxhash.xxh3_64_intdigest(buffer.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for name, buffer in self._plain.to_commit()["buffers"].items()
+        }
+        return digests if user is None else digests | {"": xxhash.xxh3_64_intdigest(client_state.encode(user))}
 
     def require_committable(self, user: Mapping[str, Any]) -> None:
         """Check what the script may have changed since the last commit: its own part, and the optimizer's groups.
