@@ -20,9 +20,12 @@ from fsspec.core import url_to_fs
 
 from paramserver.contract.directories import make_directory, sync_directory
 from trainer_client.errors import BackupError, ConfigError
+from trainer_client.foreign.files import open_regular
 
 _LOCK = ".lock"
 _PARTIAL = ".partial"
+# The most bytes of a manifest, which takes some hundred bytes for each slab.
+_MOST_BYTES = 1 << 30
 
 
 class BackupFiles(ABC):
@@ -67,9 +70,12 @@ class BackupFiles(ABC):
             yield file
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a small file."""
+        """Return the bytes of a small file. Raise BackupError for a file that is larger than any manifest."""
         with self.open(name) as file:
-            return file.read()
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise BackupError(f"{self.name} cannot be read ({name}): it has more than {_MOST_BYTES} bytes")
+        return content
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the sizes of the files of a directory, by name; nothing if there is none. "" is the backup itself."""
@@ -115,7 +121,7 @@ class _LocalFiles(BackupFiles):
         sync_directory(path.parent)
 
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        return (self._root / name).open("rb")
+        return open_regular(self._root / name)
 
     def _sizes(self, directory: str) -> dict[str, int]:
         path = self._root / directory

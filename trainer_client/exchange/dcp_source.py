@@ -1,69 +1,34 @@
 """The reader of checkpoints of torch.distributed.checkpoint: weights and optimizer states by name, from any ranks.
 
-Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it with an unpickler
-that knows the few classes that torch writes there, and refuses every other name. It must never hold more than one chunk
-of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
-
-torch.distributed.checkpoint takes 1 s to import, so only an import that reads this format imports this module.
+Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it as plain values
+(foreign/plain_pickle.py), and makes records of its own of the few things in it that an import needs. It must never hold
+more than one chunk of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from trainer_client.errors import ImportCheckpointError
-from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, CheckpointTensor, ParameterGroup
+from trainer_client.exchange.dcp_metadata import DcpMetadata, DcpTensor, Place, read_metadata
 from trainer_client.exchange.source import DCP_METADATA, name_within, verify_checksums
+from trainer_client.foreign import torch_files
+from trainer_client.foreign.files import open_regular
 from trainer_client.store_client.types import Kind
 
-_MAX_METADATA_BYTES = 1 << 30
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-# The names that a `.metadata` may use, by their modules. None of them does more than to hold values.
-_ALLOWED: Mapping[str, frozenset[str]] = {
-    _METADATA_MODULE: frozenset(
-        {
-            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-            *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    "torch": frozenset({"Size", "device"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "collections": frozenset({"OrderedDict"}),
-    "builtins": frozenset({"set", "frozenset"}),
-}
-_PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
 # The top-level names under which programs keep the optimizer.
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")
 _MODEL = "model"
 _SETTING = re.compile(r"param_groups\.(\d+)\.(\w+)")
 _COUNT = "step"
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that finds only the names of _ALLOWED and torch's dtypes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # A checkpoint has the path to which it was written. This module does not use it, so the path may be that of
-        # another operating system.
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return PurePosixPath
-        if name in _ALLOWED.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return getattr(importlib.import_module(module), name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run any code")
 
 
 def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpoint:
@@ -80,14 +45,14 @@ def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpo
         ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has a state of no weight
             or of an unknown kind.
     """
-    metadata = _read_metadata(path / DCP_METADATA)
+    metadata = read_metadata(path / DCP_METADATA)
     files = _Files(path, metadata)
     if verify:
         verify_checksums([path / DCP_METADATA, *files.paths])
     weights, states, others = _sort(metadata)
     if not weights:
         raise ImportCheckpointError(
-            f"{path} has no tensors of a model; its entries: {', '.join(sorted(metadata.state_dict_metadata)[:5])}"
+            f"{path} has no tensors of a model; its entries: {', '.join(sorted(metadata.entries)[:5])}"
         )
     if weights_only:
         states = {}
@@ -128,51 +93,14 @@ def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpo
     )
 
 
-def _read_metadata(path: Path) -> Metadata:
-    if path.stat().st_size > _MAX_METADATA_BYTES:
-        raise ImportCheckpointError(f"{path} has {path.stat().st_size} bytes, above {_MAX_METADATA_BYTES}")
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it is a {type(metadata).__name__}")
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                _check_entry(key, entry)
-        if not isinstance(metadata.storage_data, dict):
-            raise TypeError("it does not say where the tensors are")
-    except Exception as error:
-        # A damaged pickle can raise an error of any class.
-        raise ImportCheckpointError(f"{path} is not loaded: {str(error) or type(error).__name__}") from None
-    return metadata
-
-
-def _check_entry(key: str, entry: TensorStorageMetadata) -> None:
-    """Check that the chunks of a tensor lie within it and have its number of elements. It can raise ValueError."""
-    size = tuple(entry.size)
-    numel = 0
-    for chunk in entry.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        if len(offsets) != len(size) or len(sizes) != len(size):
-            raise ValueError(f"a chunk of {key!r} has another number of dimensions")
-        if any(o < 0 or n < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
-            raise ValueError(f"a chunk of {key!r} leaves the tensor")
-        numel += math.prod(sizes)
-    if numel != math.prod(size):
-        raise ValueError(f"the chunks of {key!r} have {numel} elements, and the tensor {math.prod(size)}")
-
-
-def _sort(metadata: Metadata) -> tuple[dict[str, str], dict[str, dict[str, str]], dict[str, str]]:
+def _sort(metadata: DcpMetadata) -> tuple[dict[str, str], dict[str, dict[str, str]], dict[str, str]]:
     """Return the keys of the weights by name, of the states by name and kind, and of the optimizer's other entries."""
-    paths: dict[str, tuple[Any, ...]] = {
-        key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata
-    }
+    paths = {key: metadata.paths.get(key, (key,)) for key in metadata.entries}
     has_model = any(_MODEL in path[:-1] for path in paths.values())
     weights: dict[str, str] = {}
     states: dict[str, dict[str, str]] = {}
     others: dict[str, str] = {}
-    for key, path in paths.items():
-        names = [str(part) for part in path]
+    for key, names in paths.items():
         begin = next((place for place, part in enumerate(names[:-1]) if part in _OPTIMIZERS), None)
         if begin is not None:
             # One entry of the path may have several names, joined by dots, if the optimizer was flattened.
@@ -186,11 +114,7 @@ def _sort(metadata: Metadata) -> tuple[dict[str, str], dict[str, dict[str, str]]
             weights[".".join(names[names.index(_MODEL) + 1 :])] = key
         elif not has_model:
             weights[".".join(names)] = key
-    tensors = {
-        name: key
-        for name, key in weights.items()
-        if isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata)
-    }
+    tensors = {name: key for name, key in weights.items() if metadata.entries[key] is not None}
     return tensors, states, others
 
 
@@ -222,7 +146,6 @@ class _Chunk:
 
     files: _Files
     key: str
-    index: MetadataIndex
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -263,48 +186,40 @@ class _Chunk:
 class _Files:
     """The data files of a checkpoint. The chunk that was read last is kept, because it is read piece by piece."""
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
+    def __init__(self, directory: Path, metadata: DcpMetadata) -> None:
         self._directory = directory
         self._metadata = metadata
-        self._places: Mapping[Any, Any] = metadata.storage_data
         self._last: tuple[_Chunk, torch.Tensor] | None = None
         self._of_key: dict[str, list[_Chunk]] = {}
-        names = {info.relative_path for info in self._places.values()}
-        self.paths = [directory / name_within(name, directory / DCP_METADATA) for name in sorted(names, key=str)]
+        names = {place.file for place in metadata.places.values()}
+        self.paths = [directory / name_within(name, directory / DCP_METADATA) for name in sorted(names)]
 
     def values(self, key: str) -> _Chunks:
-        entry = self._metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ImportCheckpointError(f"{self._directory}: the entry {key!r} is no tensor")
-        dtype = entry.properties.dtype
+        entry = self._tensor(key)
         for chunk in self.chunks(key):
-            _, _, nbytes = self._locate(chunk.index)
+            _, place = self._locate(key, chunk.offsets)
             # Without this look, a small file could make the import prepare for a tensor of any size.
-            if math.prod(chunk.sizes) * dtype.itemsize > nbytes:
+            if math.prod(chunk.sizes) * entry.dtype.itemsize > place.size_bytes:
                 raise ImportCheckpointError(
                     f"{self._directory}: the chunk of {key!r} at {list(chunk.offsets)} has fewer bytes than elements"
                 )
-        return _Chunks(self, key, tuple(entry.size), dtype)
+        return _Chunks(self, key, entry.shape, entry.dtype)
 
     def chunks(self, key: str) -> list[_Chunk]:
         if key not in self._of_key:
-            entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
-            self._of_key[key] = [
-                _Chunk(self, key, MetadataIndex(key, chunk.offsets), tuple(chunk.offsets), tuple(chunk.sizes))
-                for chunk in entry.chunks
-            ]
+            self._of_key[key] = [_Chunk(self, key, offsets, sizes) for offsets, sizes in self._tensor(key).chunks]
         return self._of_key[key]
 
     def aliases(self, weights: Mapping[str, str]) -> dict[str, str]:
         """Return, for each further name of the same bytes in a file, the first name of these bytes."""
-        first: dict[Any, str] = {}
+        first: dict[tuple[str, int], str] = {}
         found: dict[str, str] = {}
         for name, key in weights.items():
             chunks = self.chunks(key)
             if not chunks or not math.prod(chunks[0].sizes):
                 continue
-            info = self._place(chunks[0].index)
-            other = first.setdefault((info.relative_path, info.offset), name)
+            place = self._place(key, chunks[0].offsets)
+            other = first.setdefault((place.file, place.first_byte), name)
             if other != name:
                 found[name] = other
         return found
@@ -314,14 +229,14 @@ class _Files:
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
         self._last = None
-        values = self._load(chunk.index)
+        values = self._load(chunk.key, chunk.offsets)
         if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.sizes:
             raise ImportCheckpointError(
                 f"{self._directory}: the chunk of {chunk.key!r} at {list(chunk.offsets)} is not a tensor of shape "
                 f"{list(chunk.sizes)}"
             )
         # A stride of 0 would let a small file stand for a tensor of any size.
-        if values.layout is not torch.strided or values.nbytes > values.untyped_storage().nbytes():
+        if values.nbytes > values.untyped_storage().nbytes():
             raise ImportCheckpointError(f"{self._directory}: the chunk of {chunk.key!r} has fewer bytes than elements")
         flat = values.detach().contiguous().reshape(-1)
         self._last = chunk, flat
@@ -329,8 +244,8 @@ class _Files:
 
     def is_unknown(self, kind: str, key: str) -> bool:
         """Return whether the entry of a state has elements for a kind that no store keeps. A count has none."""
-        entry = self._metadata.state_dict_metadata[key]
-        return kind not in STATE_KINDS and isinstance(entry, TensorStorageMetadata) and len(entry.size) > 0
+        entry = self._metadata.entries[key]
+        return kind not in STATE_KINDS and entry is not None and len(entry.shape) > 0
 
     def scalar(self, key: str) -> int:
         """Return a count that was saved as a tensor or as a number."""
@@ -362,38 +277,48 @@ class _Files:
 
     def _value(self, key: str) -> Any:
         """Return a value of the optimizer that is not a state. A tensor of one element is returned as a number."""
-        if not isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata):
-            return self._load(MetadataIndex(key))
+        if self._metadata.entries[key] is None:
+            return self._load(key, None)
         value = self.load_chunk(self.chunks(key)[0])
         return value.item() if value.numel() == 1 else value
 
-    def _place(self, index: MetadataIndex) -> Any:
-        info = self._places.get(index)
-        if info is None:
-            raise ImportCheckpointError(f"{self._directory / DCP_METADATA} does not say where {index.fqn!r} is")
-        return info
+    def _tensor(self, key: str) -> DcpTensor:
+        entry = self._metadata.entries[key]
+        if entry is None:
+            raise ImportCheckpointError(f"{self._directory}: the entry {key!r} is no tensor")
+        return entry
 
-    def _locate(self, index: MetadataIndex) -> tuple[Path, int, int]:
-        """Return the file, the first byte and the length of an entry. It can raise ImportCheckpointError."""
-        info = self._place(index)
-        path = self._directory / name_within(info.relative_path, self._directory / DCP_METADATA)
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Place:
+        place = self._metadata.places.get((key, offsets))
+        if place is None:
+            raise ImportCheckpointError(f"{self._directory / DCP_METADATA} does not say where {key!r} is")
+        return place
+
+    def _locate(self, key: str, offsets: tuple[int, ...] | None) -> tuple[Path, Place]:
+        """Return the file of an entry, and the place of the entry in it. It can raise ImportCheckpointError."""
+        place = self._place(key, offsets)
+        path = self._directory / name_within(place.file, self._directory / DCP_METADATA)
         try:
             size = path.stat().st_size
-            if not 0 <= info.offset <= info.offset + info.length <= size:
-                raise ValueError(f"{info.length} bytes from {info.offset} on leave the file of {size}")
-        except (OSError, ValueError, TypeError) as error:
-            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from None
-        return path, info.offset, info.length
+        except OSError as error:
+            raise ImportCheckpointError(f"{path}: {key!r} cannot be read: {error.strerror}") from None
+        if place.first_byte + place.size_bytes > size:
+            raise ImportCheckpointError(
+                f"{path}: {key!r} cannot be read: {place.size_bytes} bytes from {place.first_byte} on leave the file "
+                f"of {size}"
+            )
+        return path, place
 
-    def _load(self, index: MetadataIndex) -> Any:
-        path, offset, length = self._locate(index)
+    def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        path, place = self._locate(key, offsets)
+        content = bytearray(place.size_bytes)
         try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = file.read(length)
-        except (OSError, ValueError) as error:
-            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from None
-        return torch_files.load_embedded(content, f"{path}: {index.fqn!r}")
+            with open_regular(path) as file:
+                file.seek(place.first_byte)
+                file.readinto(content)
+        except OSError as error:
+            raise ImportCheckpointError(f"{path}: {key!r} cannot be read: {error.strerror}") from None
+        return torch_files.load_embedded(content, f"{path}: {key!r}")
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

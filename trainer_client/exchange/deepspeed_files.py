@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer_client.errors import ImportCheckpointError
-from trainer_client.exchange import torch_files
 from trainer_client.exchange.source import check_foreign, name_within
+from trainer_client.foreign import torch_files
+from trainer_client.foreign.files import read_regular
 
 LATEST = "latest"
+_MOST_TAG_BYTES = 4096
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_.*|layer_\d+.*|expp_rank_.*")
@@ -64,7 +66,7 @@ def is_deepspeed(path: Path) -> bool:
 def find_directory(path: Path, tag: str | None) -> Path:
     """Return the directory of a tag, by default the newest one. Raise ImportCheckpointError if there is none."""
     if tag is None and (path / LATEST).is_file():
-        tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        tag = read_regular(path / LATEST, _MOST_TAG_BYTES).decode(errors="replace").strip()
         tag = name_within(tag, path / LATEST)
     directory = path if tag is None else path / name_within(tag, "the tag")
     if not directory.is_dir():

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from trainer_client.errors import ImportCheckpointError
-from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import (
     STATE_KINDS,
     Checkpoint,
@@ -37,6 +36,7 @@ from trainer_client.exchange.checkpoint import (
 from trainer_client.exchange.deepspeed_files import Scaler, find_directory, find_files, load_dict
 from trainer_client.exchange.deepspeed_partitions import Joined, Striped
 from trainer_client.exchange.source import verify_checksums
+from trainer_client.foreign import torch_files
 from trainer_client.store_client.types import Kind
 
 # The entries of a model file that are DeepSpeed's own; all other entries are the client state that the user has passed.

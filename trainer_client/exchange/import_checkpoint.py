@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainer_client.errors import ConfigError, ImportCheckpointError, TrainerClientError
 from trainer_client.exchange.checkpoint import Checkpoint
+from trainer_client.exchange.dcp_source import open_dcp
 from trainer_client.exchange.deepspeed_files import is_deepspeed
 from trainer_client.exchange.deepspeed_zero import open_deepspeed
 from trainer_client.exchange.export import DTYPES, Progress, WeightDType
@@ -171,8 +172,6 @@ def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> C
     if tag is not None or is_deepspeed(path):
         return open_deepspeed(path, tag, verify=verify, weights_only=weights_only)
     if (path / DCP_METADATA).is_file():
-        from trainer_client.exchange.dcp_source import open_dcp  # noqa: PLC0415 - takes 1 s
-
         return open_dcp(path, verify=verify, weights_only=weights_only)
     if path.suffix == ".safetensors" or (path / SAFETENSORS).is_file() or (path / SAFETENSORS_INDEX).is_file():
         return open_safetensors(path, verify=verify)

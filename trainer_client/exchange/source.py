@@ -17,13 +17,15 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 
 from trainer_client.errors import ConfigError, ImportCheckpointError
-from trainer_client.exchange import torch_files
 from trainer_client.exchange.destination import CHECKSUMS
+from trainer_client.foreign import torch_files
+from trainer_client.foreign.files import open_regular, read_regular
 from trainer_client.run.checkpoint_files import MANIFEST
 
 # The file that makes a directory a checkpoint of torch.distributed.checkpoint.
 DCP_METADATA = ".metadata"
 _READ_AT_ONCE = 4 << 20
+_MAX_SUMS_BYTES = 256 << 20
 _CHECKSUM_LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$")
 # The suffixes of files of torch.save, which have a checksum for each record.
 _TORCH_SUFFIXES = (".pt", ".bin", ".pth")
@@ -118,7 +120,7 @@ def _sums(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     sums: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_regular(path, _MAX_SUMS_BYTES).decode(errors="replace").splitlines():
         if (match := _CHECKSUM_LINE.match(line)) is None:
             raise ImportCheckpointError(f"{path} has a line that is not of sha256sum: {line[:80]!r}")
         sums[name_within(match[2], path)] = match[1]
@@ -127,7 +129,7 @@ def _sums(path: Path) -> dict[str, str]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_READ_AT_ONCE):
             digest.update(piece)
     return digest.hexdigest()

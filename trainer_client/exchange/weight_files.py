@@ -5,18 +5,19 @@ These files have names and values only. So the import tells parameters from buff
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from paramserver.contract.documents import parse_small_json
 from trainer_client.errors import ConfigError, ImportCheckpointError
-from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor, TensorValues, Values
 from trainer_client.exchange.source import name_within, verify_checksums
-from trainer_client.initial.loading import FileTensor, Weights
+from trainer_client.foreign import torch_files
+from trainer_client.foreign.files import read_regular
+from trainer_client.initial.loading import MOST_VALUES, FileTensor, Weights
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -100,11 +101,11 @@ def _state_dict_files(path: Path) -> list[Path]:
     index = path / TORCH_INDEX
     if not index.is_file():
         return [path / TORCH]
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise ImportCheckpointError(f"{index} has {index.stat().st_size} bytes, above {_MAX_INDEX_BYTES}")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = set(parse_small_json(read_regular(index, _MAX_INDEX_BYTES), MOST_VALUES)["weight_map"].values())
+    except OSError as error:
+        raise ImportCheckpointError(f"{index} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ImportCheckpointError(f"{index} is not an index of files: {error!r}") from None
     return [path / name_within(name, index) for name in sorted(names, key=str)]
 

@@ -7,7 +7,6 @@ than one piece of a tensor.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,9 @@ from typing import Any
 
 import torch
 
+from paramserver.contract.documents import parse_small_json
 from trainer_client.errors import ConfigError
+from trainer_client.foreign.files import open_regular, read_regular
 
 _INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
@@ -26,6 +27,10 @@ _FILE_NAME = "model.safetensors"
 _PIECE_BYTES = 16 << 20
 # The most bytes of a header. The reference implementation has the same limit.
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 256 << 20
+# The most values of a header, or of an index. A tensor has 10 of them in a header, with five dimensions, and 1 in an
+# index; models of 92,000 tensors are known.
+MOST_VALUES = 1 << 22
 
 _DTYPES = {
     "F64": torch.float64,
@@ -195,7 +200,7 @@ def _listed_files(path: Path) -> dict[Path, list[str] | None]:
         return {path / _FILE_NAME: None}
     files: dict[Path, list[str] | None] = {}
     try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, file in parse_small_json(read_regular(index, _MAX_INDEX_BYTES), MOST_VALUES)["weight_map"].items():
             if not isinstance(file, str) or Path(file).name != file or file == "..":
                 raise ConfigError(f"weights {index} names the file {file!r}, which is not in its own directory")
             names = files.setdefault(path / file, [])
@@ -203,39 +208,46 @@ def _listed_files(path: Path) -> dict[Path, list[str] | None]:
             names.append(name)
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"weights {index} is not an index of safetensors files: {error!r}") from None
     return files
 
 
 def _read_header(path: Path) -> dict[str, FileTensor]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= _MAX_HEADER_BYTES:
                 raise ConfigError(f"weights {path} is not a safetensors file: its header would have {size} bytes")
-            header = json.loads(file.read(size))
+            header = parse_small_json(file.read(size), MOST_VALUES)
             end = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"weights {path} is not a safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise ConfigError(f"weights {path} is not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
     found = {name: _entry(path, name, entry, 8 + size, end) for name, entry in header.items()}
-    _check_order(path, found, 8 + size)
+    _check_order(path, found, 8 + size, end)
     return found
 
 
-def _check_order(path: Path, tensors: Mapping[str, FileTensor], first_byte: int) -> None:
-    """Check that the tensors lie one after another, as the format asks. It can raise ConfigError."""
+def _check_order(path: Path, tensors: Mapping[str, FileTensor], first_byte: int, file_bytes: int) -> None:
+    """Check that the tensors lie one after another up to the file's end, as the format asks.
+
+    It can raise ConfigError.
+    """
     end = first_byte
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.first_byte, tensor.nbytes)):
         if tensor.first_byte != end:
             what = "overlaps another one" if tensor.first_byte < end else "has a gap before it"
             raise ConfigError(f"weights {path}: tensor {tensor.name!r} {what}, which the format does not allow")
         end += tensor.nbytes
+    if end != file_bytes:
+        raise ConfigError(
+            f"weights {path}: {file_bytes - end} bytes follow the last tensor, which the format does not allow"
+        )
 
 
 def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int) -> FileTensor:

@@ -2,8 +2,8 @@
 
 The layout of the directories is DeepSpeed's: `SAVE_DIR/TAG/` and `SAVE_DIR/latest`. The manifest is one JSON file, so
 that a checkpoint exists completely or not at all. It has the state of the run and the user's own state; the tensors
-stay in the store. This module must never unpickle anything but what torch loads with `weights_only=True`, and must
-never trust a file: each is verified before it is used.
+stay in the store. This module must never unpickle anything but what client_state.py admits, and must never trust a
+file: each is verified before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from paramserver.contract.directories import make_directory, sync_directory
+from paramserver.contract.documents import parse_json
 from trainer_client.errors import CheckpointError, ClientStateError
+from trainer_client.foreign.files import read_regular
 from trainer_client.run import client_state
 from trainer_client.run.stored_state import decode_stored
 
@@ -106,7 +108,7 @@ class Manifest:
             CheckpointError: the text is not a manifest, is damaged, or is of a later version; the message names `path`.
         """
         try:
-            document = json.loads(text)
+            document = parse_json(text)
             if document["format"] != FORMAT:
                 raise CheckpointError(
                     f"{path} has format {str(document['format'])[:20]}, and this version reads {FORMAT}: load it with "
@@ -208,8 +210,7 @@ def read_latest(directory: Path, name: str = LATEST) -> str | None:
     It can raise CheckpointError, OSError.
     """
     try:
-        with (directory / name).open("rb") as file:
-            content = file.read(_MOST_TAG_BYTES + 1)
+        content = read_regular(directory / name, _MOST_TAG_BYTES + 1)
     except FileNotFoundError:
         return None
     try:
@@ -227,7 +228,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        size = path.stat().st_size
+        content = read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         if any(found for pattern in _FILES_OF_DEEPSPEED for found in directory.glob(pattern)):
             raise CheckpointError(
@@ -235,9 +236,7 @@ def read_manifest(directory: Path) -> Manifest:
                 "import`, and resume the job that it makes"
             ) from None
         raise CheckpointError(f"{directory} has no checkpoint: there is no {MANIFEST} in it") from None
-    if size > _MOST_BYTES:
-        raise CheckpointError(f"{path} is no manifest of a checkpoint: it has {size} bytes")
-    return Manifest.from_json(path.read_bytes(), str(path))
+    return Manifest.from_json(content, str(path))
 
 
 def write_all(contents: Mapping[Path, str]) -> None:

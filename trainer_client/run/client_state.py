@@ -20,9 +20,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.sparse import check_sparse_tensor_invariants
 
+from paramserver.contract.documents import parse_json
 from trainer_client import device as devices
 from trainer_client.errors import ClientStateError
+from trainer_client.foreign import torch_files
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +59,11 @@ def encode(state: Mapping[str, Any]) -> bytes:
 def decode(encoded: bytes) -> dict[str, Any]:
     """Return the decoded state. Raise ClientStateError if it was not written in this version's format."""
     try:
-        document = json.loads(encoded)
+        document = parse_json(encoded)
         if document["format"] == FORMAT:
             state: dict[str, Any] = _unpack(document["state"])
             return state
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ClientStateError(f"the stored client state cannot be read: {error}") from None
     raise ClientStateError(f"the stored client state has format {document['format']}, this version reads {FORMAT}")
 
@@ -78,8 +81,7 @@ def encode_freely(state: Mapping[str, Any]) -> dict[str, str]:
     buffer = io.BytesIO()
     try:
         torch.save(dict(state), buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        _load_judged(buffer.getvalue())
     except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
         raise ClientStateError(
             f"{refused}. Other types must load with torch.load(weights_only=True), and do not: {error}"
@@ -96,12 +98,18 @@ def decode_freely(encoded: Mapping[str, str]) -> dict[str, Any]:
     try:
         if "json" in encoded:
             return decode(encoded["json"].encode())
-        # The device that a tensor was saved on may not be there.
-        content = io.BytesIO(base64.b64decode(encoded["torch"]))
-        loaded = torch.load(content, map_location="cpu", weights_only=True)
-        return dict(loaded)
+        return dict(_load_judged(base64.b64decode(encoded["torch"])))
     except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
         raise ClientStateError(f"the stored state cannot be read: {error}") from None
+
+
+def _load_judged(content: bytes) -> Any:
+    """Return the object of a file of torch.save. It raises errors of many classes, before it makes the first object."""
+    judged = torch_files.judged(content, "the stored state")
+    # A sparse tensor whose indices lie outside of it would let later operations read other memory.
+    with check_sparse_tensor_invariants():
+        # The device that a tensor was saved on may not be there.
+        return torch.load(io.BytesIO(judged), map_location="cpu", weights_only=True)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -234,8 +242,10 @@ def _unpack(value: Any) -> Any:
     if tag == _TENSOR:
         name, shape, encoded = content
         raw = bytearray(base64.b64decode(encoded))
-        dtype = getattr(torch, name)
-        return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+        if not isinstance(dtype := vars(torch).get(name), torch.dtype):
+            raise ValueError(f"{name!r} is no dtype")
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape)
     if tag == _TUPLE:
         return tuple(_unpack(item) for item in content)
     pairs = {_unpack(key): _unpack(item) for key, item in content}

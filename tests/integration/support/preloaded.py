@@ -17,9 +17,8 @@ MODULES = (
     "paramserver.admin.cli",
     "paramserver.server",
     "uvloop",
-    # A trainer imports these when it needs them.
+    # A trainer imports this when it needs it.
     "trainer_client.exchange.dcp_format",
-    "trainer_client.exchange.dcp_source",
 )
 for module in MODULES:
     importlib.import_module(module)

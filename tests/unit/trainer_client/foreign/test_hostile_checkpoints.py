@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import pickle
 import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +22,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.integration.support.deepspeed_checkpoint import write_checkpoint
-from trainer_client.errors import ImportCheckpointError
-from trainer_client.exchange import torch_files
+from tests.special_files import SPECIAL_FILES, replace_with
+from trainer_client.errors import CheckpointError, ImportCheckpointError
 from trainer_client.exchange.checkpoint import Checkpoint
 from trainer_client.exchange.dcp_source import open_dcp
 from trainer_client.exchange.deepspeed_zero import open_deepspeed
 from trainer_client.exchange.destination import CHECKSUMS
 from trainer_client.exchange.source import DCP_METADATA, verify_checksums
 from trainer_client.exchange.weight_files import open_safetensors, open_state_dict
+from trainer_client.foreign import torch_files
+from trainer_client.initial.loading import MOST_VALUES
+from trainer_client.run import checkpoint_files
 
 
 class Gone:
@@ -113,7 +118,7 @@ def test_files_that_are_cut_or_changed_are_refused(tmp_path: Path) -> None:
             torch_files.load(path)
     path.write_bytes(whole)
     flip(path, struct.pack("<f", 500.0))
-    with pytest.raises(ImportCheckpointError, match="Bad CRC-32"):
+    with pytest.raises(ImportCheckpointError, match="record 'data/0' differs from its checksum"):
         verify_checksums([path])
     save_file({"weight": torch.arange(9.0)}, tmp_path / "model.safetensors")
     (tmp_path / CHECKSUMS).write_text(f"{'0' * 64}  model.safetensors\n")
@@ -143,11 +148,24 @@ def entry(first: int, last: int, shape: list[int] | None = None) -> dict[str, An
         ([1], None, "its header is a list"),
         ({}, 1 << 40, "its header would have"),
         ({}, 500, "not a safetensors file"),
+        ({"a": entry(0, 16)}, None, "48 bytes follow the last tensor"),
+        ({"a": [[]] * 3}, None, "not understood"),
     ],
 )
 def test_a_hostile_safetensors_header_is_refused(tmp_path: Path, header: object, size: int | None, reason: str) -> None:
     safetensors_file(tmp_path / "model.safetensors", header, size=size)
     with pytest.raises(ImportCheckpointError, match=reason):
+        open_safetensors(tmp_path, verify=False)
+
+
+def test_a_header_of_a_million_names_is_refused_before_it_is_taken_apart(tmp_path: Path) -> None:
+    header = b'{"x":[0,0]' + b',"x":[0,0]' * (MOST_VALUES // 3) + b"}"
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ImportCheckpointError, match=f"values, above {MOST_VALUES}"):
+        open_safetensors(tmp_path, verify=False)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ImportCheckpointError, match="nested too deeply"):
         open_safetensors(tmp_path, verify=False)
 
 
@@ -210,7 +228,7 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
 
     (tmp_path / "harm").mkdir()
     (tmp_path / "harm" / DCP_METADATA).write_bytes(pickle.dumps(Harm(tmp_path / "done")))
-    with pytest.raises(ImportCheckpointError, match=r"names posix\.mkdir, which could run any code"):
+    with pytest.raises(ImportCheckpointError, match=r"it has posix\.mkdir where .*\.Metadata is expected"):
         open_dcp(tmp_path / "harm", verify=False)
     assert not (tmp_path / "done").exists()
     with pytest.raises(ImportCheckpointError, match="not in its own directory"):
@@ -315,3 +333,68 @@ def test_a_broken_zero_checkpoint_is_refused(zero: Path) -> None:
         open_deepspeed(zero.parent, None, verify=False)
     with pytest.raises(ImportCheckpointError, match="not in its own directory"):
         open_deepspeed(zero.parent, "../ck", verify=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a checkpoint of each format, each in a directory of its own."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    tensors = {"weight": torch.arange(24.0).view(4, 6)}
+    for name in ("safetensors", "torch"):
+        (root / name).mkdir()
+    save_file(tensors, root / "safetensors" / "part.safetensors")
+    (root / "safetensors" / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "part.safetensors"}}')
+    torch.save(tensors, root / "torch" / "part.bin")
+    (root / "torch" / "pytorch_model.bin.index.json").write_text('{"weight_map": {"weight": "part.bin"}}')
+    with warnings.catch_warnings(action="ignore"):
+        write_dcp(root / "dcp")
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    write_checkpoint(root / "deepspeed", model, optimizer, layout="stage 2", ranks=2, step=1, samples=2)
+    return root
+
+
+OPEN: dict[str, Callable[[Path], Checkpoint]] = {
+    "safetensors": lambda path: open_safetensors(path, verify=True),
+    "torch": lambda path: open_state_dict(path, verify=True),
+    "dcp": lambda path: open_dcp(path, verify=True),
+    "deepspeed": lambda path: open_deepspeed(path, None, verify=True),
+}
+
+
+@pytest.mark.parametrize("what", SPECIAL_FILES)
+@pytest.mark.parametrize("format", OPEN)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    tmp_path: Path, checkpoints: Path, format: str, what: str
+) -> None:
+    files = [path.relative_to(checkpoints) for path in sorted((checkpoints / format).rglob("*")) if path.is_file()]
+    for number, file in enumerate(files):
+        copied = tmp_path / str(number)
+        shutil.copytree(checkpoints / format, copied / format)
+        read_all(OPEN[format](copied / format))
+        replace_with(copied / file, what)
+        with pytest.raises((ImportCheckpointError, OSError)):
+            read_all(OPEN[format](copied / format))
+    # A list of checksums is read if there is one.
+    (copied := tmp_path / "sums").mkdir()
+    shutil.copytree(checkpoints / format, copied / format)
+    SPECIAL_FILES[what](copied / format / CHECKSUMS)
+    read_all(OPEN[format](copied / format))
+
+
+def test_a_link_to_a_file_elsewhere_is_followed(tmp_path: Path, checkpoints: Path) -> None:
+    """Caches of models consist of such links."""
+    (tmp_path / "part.safetensors").symlink_to(checkpoints / "safetensors/part.safetensors")
+    read_all(open_safetensors(tmp_path / "part.safetensors", verify=True))
+
+
+@pytest.mark.parametrize("what", SPECIAL_FILES)
+def test_what_is_no_manifest_of_a_checkpoint_is_refused_and_not_waited_for(tmp_path: Path, what: str) -> None:
+    for name in (checkpoint_files.MANIFEST, checkpoint_files.LATEST):
+        (tmp_path / name).mkdir()
+        SPECIAL_FILES[what](tmp_path / name / name)
+        with contextlib.suppress(CheckpointError, OSError):
+            assert checkpoint_files.read_latest(tmp_path / name) is None
+            checkpoint_files.read_manifest(tmp_path / name)
