@@ -28,6 +28,7 @@ from prometheus_client import (
 from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
+from paramserver.contract.capabilities import CAPABILITIES
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.open_files import raise_limit
 from paramserver.contract.optimizer_threads import by_default
@@ -547,6 +548,7 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
         ),
         version=__version__,
         patience_millis=int(1000 * longest_wait_seconds(config)),
+        capabilities=CAPABILITIES,
     )
 
 

@@ -33,7 +33,8 @@ class HeldStep:
     Attributes:
         record: the commit.
         layout, world_size: the layout of the job in which it was made, and the number of its ranks.
-        is_newest: whether the job goes on from this step.
+        is_newest: whether it is the newest one of this store.
+        is_settled: whether all nodes of the job are known to have it.
         is_retained: whether the job can return to it.
         is_durable: whether it survives a crash.
         kept_as: the names under which it is kept.
@@ -46,6 +47,7 @@ class HeldStep:
     layout: str
     world_size: int
     is_newest: bool
+    is_settled: bool
     is_retained: bool
     is_durable: bool
     kept_as: tuple[str, ...]
@@ -248,6 +250,7 @@ class _Step:
     layout: str
     world_size: int
     is_newest: bool = False
+    is_settled: bool = False
     is_retained: bool = False
     is_durable: bool = False
     kept_as: list[str] = field(default_factory=list)
@@ -278,6 +281,7 @@ class _Found:
         for number, step in steps.items():
             step.is_newest = number == newest and job.unfinished_successor is job.successor
             step.is_retained, step.is_durable = True, number in durable
+            step.is_settled = job.settled is not None and number <= job.settled
         async for slab in in_slices(list(job.slabs())):
             for number, step in steps.items():
                 version = _version_seen(slab, number, is_durable=number in durable)
@@ -311,6 +315,7 @@ def _held(step: _Step, holders: Mapping[Region, int]) -> HeldStep:
         layout=step.layout,
         world_size=step.world_size,
         is_newest=step.is_newest,
+        is_settled=step.is_settled,
         is_retained=step.is_retained,
         is_durable=step.is_durable,
         kept_as=tuple(sorted(step.kept_as)),

@@ -37,6 +37,7 @@ from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.replicas import FollowerProcess, Replicas, choose_holders
 from trainer_client.run.resume_notice import new_job_line, record_run, resume_line
 from trainer_client.run.run_state import RunState
+from trainer_client.run.settlement import Settlement
 from trainer_client.run.state_offload import StateOffload
 from trainer_client.step.activations import Activations
 from trainer_client.step.early_updates import EarlyUpdates
@@ -128,6 +129,16 @@ def _make_parts(
         user.data,
         is_managed=rank.settings.managed_gradient_accumulation,
     )
+    settlement = Settlement(
+        rank.store,
+        rank.collectives,
+        _keep_replicas(rank, job, resources),
+        leads_store=job.leads_store,
+        spans_nodes=job.sharers < rank.collectives.world_size,
+    )
+    # A forgotten engine has its thread ended with the session; a closed one before the replicas are closed.
+    resources.apart.callback(settlement.close)
+    resources.all.callback(settlement.close)
     commits = Commits(
         rank.store,
         job.states,
@@ -135,8 +146,7 @@ def _make_parts(
         rank.settings.paramserver.durability,
         newest=job.resumed_step,
         handed_over=job.handed_over_step,
-        on_made=_keep_replicas(rank, job, resources).note_commit,
-        meet=rank.collectives.barrier if _has_replicated_parts(rank, job) else lambda: None,
+        settlement=settlement,
     )
     passes = BackwardPasses(step, scaler, micro_batches, commits)
     activations = _make_activations(rank, job, resources.all) if rank.settings.offloads_activations else None
@@ -214,7 +224,7 @@ def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Replica
             resources.apart.callback(followers[-1].stop)
     replicas = Replicas(
         followers,
-        is_waited_for=section.durability == REPLICATED,
+        are_waited_for=section.durability == REPLICATED,
         timeout_seconds=section.replica.timeout_seconds,
     )
     resources.all.callback(replicas.close)

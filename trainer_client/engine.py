@@ -243,7 +243,7 @@ class Engine(EngineMemory):
         """Make or skip the step, and begin its commit. All ranks must call this."""
         # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
         # committed on every rank.
-        self.wait_for_commit()
+        self._commits.wait()
         # A program may have several engines.
         self._log_context.enter()
         self._log_context.step = self.global_steps + 1
@@ -569,7 +569,8 @@ class Engine(EngineMemory):
     def close_without_commit(self) -> None:
         """Close the engine after a run that may have failed.
 
-        Begins no commit, waits only for the commit that is under way, and does not wait for other ranks. Idempotent.
+        Begins no commit, waits only for the commit that is under way at this rank's store, and not for other ranks.
+        Idempotent.
         """
         if self._closed or not self._process.is_here:
             return
@@ -581,7 +582,7 @@ class Engine(EngineMemory):
         self._refusals.allow_changes()
         try:
             with self._resources:
-                self.wait_for_commit()
+                self._commits.wait()
         finally:
             if not self._is_sharded:
                 self._leave_model(self._hooks.leave_model)
@@ -595,7 +596,7 @@ class Engine(EngineMemory):
             self._commit_changes_of_script()
             self._collectives.barrier("the end of the run")
         except CollectiveError as error:
-            # All steps are committed, so this rank loses nothing if another one has failed or gone.
+            # All steps are on all nodes, so nothing is lost if another rank has failed or gone.
             log.warning("leaving without the other ranks: %s", error)
 
     # The behaviour of a module

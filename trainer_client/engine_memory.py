@@ -60,7 +60,7 @@ class EngineMemory(EngineStates):
         if self._access.is_holding:
             raise RuntimeError("offload_states() within gathered(): leave it first")
         # The commit under way may still read what the device has.
-        self.wait_for_commit()
+        self._commits.wait()
         self._hooks.begin_offload()
         which: Container[DeviceState] = list(DeviceState) if include is None else include
         try:
@@ -102,7 +102,7 @@ class EngineMemory(EngineStates):
         if self._access.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
         # The commit under way may still hold leases.
-        self.wait_for_commit()
+        self._commits.wait()
         self._hooks.begin_offload()
         try:
             self._device_copies.offer(nbytes)

@@ -36,17 +36,27 @@ class EngineStates(EngineCore):
     """The part of the engine that reads, changes, saves and loads states."""
 
     def wait_for_commit(self) -> None:
-        """Wait until the newest commit is as durable as the job's durability class says. It can raise StoreError."""
-        self._commits.wait()
+        """Wait until the newest commit is safe: on all nodes of the job, as durable as the job's durability class says.
+
+        The next run of the job goes on from it or from a later one, whichever ranks die. With `paramserver.durability`
+        "replicated" it is on all replicas, too; docs/resume.md says what is safe with "snapshot:N". The other ranks
+        need not call this, and may be anywhere in the loop.
+
+        Raises:
+            StoreError: the commit has failed, or a replica does not have it in time.
+            CollectiveError: another rank has gone, so it is not known whether its node has the commit. The next run
+                goes on from the newest step that all nodes have.
+        """
+        self._commits.wait_until_settled()
 
     def commit_last_step(self) -> None:
         """Commit the last step if no commit has it yet, and wait for the commit. All ranks must call this.
 
         This is for `paramserver.durability` "snapshot:N", where the steps after the last N-th one are otherwise
-        committed by `close`. It can raise StoreError.
+        committed by `close`. It raises what `wait_for_commit` raises.
         """
         self._commits.commit_last_step()
-        self._commits.wait()
+        self._commits.wait_until_settled()
         self._commit_changes_of_script()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -492,7 +502,7 @@ class EngineStates(EngineCore):
         after it.
         """
         self._commits.begin(self._client_state())
-        self._commits.wait()
+        self._commits.wait_until_settled()
 
     def _go_on_from(self, progress: Progress, user: dict[str, Any]) -> None:
         """Continue the engine's counts, with the user's values that belong to them."""
@@ -508,7 +518,7 @@ class EngineStates(EngineCore):
         A change that fails half-way cannot be undone, so a part of it would go into the next commit. Updates that have
         begun in the backward pass are withdrawn before the change, because they are computed from the former values.
         """
-        self.wait_for_commit()
+        self._commits.wait()
         self._step.require_revisable("weights or states are to be changed between backward and step")
         try:
             self._step.withdraw_early_updates()
@@ -520,10 +530,10 @@ class EngineStates(EngineCore):
             raise
 
     def _commit_change(self) -> None:
-        """Commit a change of states, and wait until the commit is there."""
+        """Commit a change of states, and wait until the commit is on all nodes."""
         self._hooks.release_units()
         self._commits.begin(self._client_state())
-        self._commits.wait()
+        self._commits.wait_until_settled()
         self._changes.note()
 
     def _adopt_changes(self) -> bool:

@@ -136,6 +136,9 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     # Each job lists every tier of its store. If there are no jobs, the table has the two tiers that every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
     columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
+    # The column is left out where it would repeat the one of the committed steps, as for jobs on one node.
+    unsettled = any(_settled_text(job) != _committed_text(job) for job in jobs)
+    columns += ["settled"] if unsettled else []
     replicated = any(job.replicas for job in jobs)
     columns += ["replica"] if replicated else []
     table = new_table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
@@ -149,10 +152,11 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.sessions),
             f"{job.parameters:,}",
             durability_text(job.durability),
-            str(job.committed_step) if job.HasField("committed_step") else "-",
+            _committed_text(job),
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
             str(job.kept_steps),
+            *([_settled_text(job)] if unsettled else []),
             *([_replica_text(job)] if replicated else []),
             *(decimal(size.get(tier, 0)) for tier in tiers),
         )
@@ -166,6 +170,14 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
         table.caption = Text("\n", "table.caption").join(problems)
         table.caption_justify = "left"
     return table
+
+
+def _committed_text(job: admin_pb.JobInfo) -> str:
+    return str(job.committed_step) if job.HasField("committed_step") else "-"
+
+
+def _settled_text(job: admin_pb.JobInfo) -> str:
+    return str(job.settled_step) if job.HasField("settled_step") else "-"
 
 
 def _replica_text(job: admin_pb.JobInfo) -> Text:
@@ -186,10 +198,11 @@ def steps_table(job: str, response: admin_pb.ListStepsResponse) -> Table:
     """Return a table of the steps of `job`. The column "alone" has the bytes that no other step needs."""
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for step in response.steps for entry in step.bytes})
     where = f" in {response.state_dir}" if response.state_dir else ""
+    columns = ["step", "state", "settled", "durable", "kept as", "readers", "ranks", "committed"]
     table = new_table(
         f"Steps of {job}{where}",
-        ["step", "state", "durable", "kept as", "readers", "ranks", "committed", *map(tier_name, tiers), "alone"],
-        left=("state", "durable", "kept as"),
+        [*columns, *map(tier_name, tiers), "alone"],
+        left=("state", "settled", "durable", "kept as"),
     )
     for step in response.steps:
         size = {entry.tier: entry.bytes for entry in step.bytes}
@@ -197,6 +210,7 @@ def steps_table(job: str, response: admin_pb.ListStepsResponse) -> Table:
             table,
             str(step.step),
             "newest" if step.newest else "retained" if step.retained else "held",
+            "yes" if step.settled else text("no", "yellow"),
             "yes" if step.durable else text("no", "yellow"),
             ", ".join(step.kept_as) or "-",
             str(step.readers),

@@ -68,6 +68,9 @@ def jobs(answers: Sequence[admin_pb.ListJobsResponse]) -> admin_pb.ListJobsRespo
         for field in ("committed_step", "durable_step", "committed_at_unix_seconds"):
             if all(one.HasField(field) for one in same):
                 setattr(job, field, min(getattr(one, field) for one in same))
+        # A step is settled on all nodes if one daemon knows that it is.
+        if settled := [one.settled_step for one in same if one.HasField("settled_step")]:
+            job.settled_step = max(settled)
     return total
 
 
@@ -77,7 +80,10 @@ def sessions(answers: Sequence[admin_pb.ListSessionsResponse]) -> admin_pb.ListS
 
 
 def steps(answers: Sequence[admin_pb.ListStepsResponse]) -> admin_pb.ListStepsResponse:
-    """Return each step, by layout and number, with the bytes of all daemons; a flag is set if all set it."""
+    """Return each step, by layout and number, with the bytes of all daemons.
+
+    A flag is set if all set it. Only `settled` is set if one daemon sets it, because that one knows of all nodes.
+    """
     total = admin_pb.ListStepsResponse()
     found = (step for answer in answers for step in answer.steps)
     for same in _grouped(found, lambda step: (step.step, step.layout)):
@@ -87,6 +93,7 @@ def steps(answers: Sequence[admin_pb.ListStepsResponse]) -> admin_pb.ListStepsRe
             world_size=same[0].world_size,
             committed_at_unix_seconds=max(one.committed_at_unix_seconds for one in same),
             newest=all(one.newest for one in same),
+            settled=any(one.settled for one in same),
             retained=all(one.retained for one in same),
             durable=all(one.durable for one in same),
             kept_as=sorted({name for one in same for name in one.kept_as}),

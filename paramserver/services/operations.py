@@ -157,7 +157,7 @@ class Operations:
             raise no_job(name)
         self._sessions.replicas.report(
             name,
-            job.newest,
+            job.settled_step,
             holder=holder,
             step=convert.step(request.step, "step") if request.HasField("step") else None,
             sent_bytes=request.sent_bytes,

@@ -96,8 +96,8 @@ class ParameterStore:
                 del self._opening[spec.name]
         return pb.OpenJobResponse(
             committed=[
-                pb.CommittedStep(step=step, client_state=commit.client_states.get(session.rank, b""))
-                for step, commit in sorted(job.retained.items())
+                pb.CommittedStep(step=step, client_state=job.retained[step].client_states.get(session.rank, b""))
+                for step in self._engine.steps_to_return_to(job)
             ],
             layouts=describe_layouts(self._engine.layouts(job.spec.name)),
         )
@@ -256,6 +256,11 @@ class ParameterStore:
         return pb.CommitStepResponse(durable=durable)
 
     @needs(Right.SESSION)
+    async def SettleStep(self, request: pb.SettleStepRequest, session: ClientSession) -> pb.SettleStepResponse:
+        await self._sessions.settle(session, convert.step(request.step, "step"))
+        return pb.SettleStepResponse()
+
+    @needs(Right.SESSION)
     async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
         # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
         await finished(self._sessions.roll_back(session, convert.step(request.step, "step")))
@@ -269,7 +274,7 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def OpenReader(self, request: pb.OpenReaderRequest, session: ClientSession) -> pb.OpenReaderResponse:
         check_job(session.owner, request.job)
-        return await self._readers.open(session, self._readers.layout(request), request)
+        return await self._readers.open(session, request)
 
     @needs(Right.SESSION)
     async def ReadClientState(
@@ -323,7 +328,7 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def WatchJob(self, request: pb.WatchJobRequest, session: ClientSession) -> AsyncIterator[pb.WatchJobResponse]:
         check_job(session.owner, request.job)
-        async for response in self._readers.watch(session, self._engine.job(request.job)):
+        async for response in self._readers.watch(session, request):
             yield response
 
     @needs(Right.SESSION)

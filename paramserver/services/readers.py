@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
+from paramserver.contract.capabilities import SETTLED_STEPS
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.security.principals import Principal
@@ -39,14 +40,16 @@ class Readers:
         # The number of readers that are being opened, by job and by principal.
         self._opening: Counter[str | Principal] = Counter()
 
-    async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
+    async def open(self, session: Session, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
         """Open a reader, which holds a committed step for a session.
 
         Raises:
             NotFoundError: the step is not retained.
             BudgetExceededError: the job or the token has as many readers as its quota allows.
-            StorageError: see Engine.open_reader.
+            StorageError: see `layout` and Engine.open_reader.
         """
+        unsettled = _wants_unsettled(session, request)
+        job = self.layout(request, newest=unsettled or request.HasField("step"))
         step = convert.step(request.step, "step") if request.HasField("step") else None
         name = job.spec.name
         owner = session.owner
@@ -55,7 +58,7 @@ class Readers:
         self._quotas.of_token(owner).check_readers(owner.name, held)
         self._opening.update((name, owner))
         try:
-            reader = await self._engine.open_reader(job, step, unsettled=True)
+            reader = await self._engine.open_reader(job, step, unsettled=unsettled)
         finally:
             self._opening.subtract((name, owner))
         return pb.OpenReaderResponse(
@@ -64,8 +67,11 @@ class Readers:
             ranks=sorted(reader.record.client_states),
         )
 
-    def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
-        """Return the job in the layout that the request names, or in the newest committed one, or the kept step.
+    def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest, *, newest: bool = False) -> Job:
+        """Return the job in the layout that the request names, or the kept step.
+
+        If it names none, return the layout of the newest settled step, or else, or with `newest`, the newest committed
+        one.
 
         Raises:
             InvalidRequestError: the request names a kept step, and a layout or another step as well.
@@ -75,9 +81,8 @@ class Readers:
             if request.HasField("layout") or (isinstance(request, pb.OpenReaderRequest) and request.HasField("step")):
                 raise InvalidRequestError("a kept step has one layout and one step: name neither beside it")
             return self._engine.kept_step(request.job, request.kept)
-        job = self._engine.job(request.job)
         if not request.HasField("layout"):
-            return job
+            return self._engine.job(request.job) if newest else self._engine.settled_layout(request.job)
         for other in self._engine.layouts(request.job):
             if other.spec.layout == request.layout and other.newest is not None:
                 return other
@@ -149,21 +154,27 @@ class Readers:
                 tensors.append(_describe_tensor(parameter, index, job.index.of(fqn)))
         return pb.ListStoredTensorsResponse(tensors=tensors)
 
-    async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
-        """Yield the newest committed step now, and again after each commit.
+    async def watch(self, session: Session, request: pb.WatchJobRequest) -> AsyncIterator[pb.WatchJobResponse]:
+        """Yield the newest settled step now, and each later one when it is settled.
 
-        A client that is slow to take a step gets the newest one next, not each one between them.
+        If the request asks for unsettled ones, yield the newest committed step of this store in the same way. A client
+        that is slow to take a step gets the newest one next, not each one between them.
 
         Raises:
-            NotFoundError: the job was deleted, or the session has ended.
+            NotFoundError: there is no such job, it was deleted, or the session has ended.
         """
-        name = job.spec.name
+        name, unsettled = request.job, _wants_unsettled(session, request)
+        job = self._engine.job(name)
+        last: tuple[int, float] | None = None
         while True:
             # The event is taken before the newest step is read, so that this loop misses no commit while the client
             # takes the step from the stream.
             changed = job.changed
-            if job.newest is not None:
-                yield pb.WatchJobResponse(newest=version_info(job, job.newest))
+            shown = job if unsettled else self._engine.settled_layout(name)
+            step = shown.newest if unsettled else shown.settled_step
+            if step is not None and last != (found := (step, shown.retained[step].committed_at)):
+                last = found
+                yield pb.WatchJobResponse(newest=version_info(shown, step))
             await first_of(changed, session.ended)
             self._sessions.get(session.session_id)
             while job.successor is not None and job.successor.newest is not None:
@@ -191,13 +202,29 @@ def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
 
 def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
     """Return the description of a job that the daemon sends to clients that may read the job."""
-    return pb.StoredJob(
+    layouts = list(layouts)
+    description = pb.StoredJob(
         layouts=describe_layouts(layouts),
         name=job.spec.name,
         world_size=job.spec.world_size,
         committed_step=job.newest,
         durable=job.newest in job.durable,
+        unsettled=job.newest != job.settled_step,
     )
+    settled = [layout for layout in layouts if layout.settled_step is not None]
+    if description.unsettled and settled:
+        step = settled[-1].settled_step
+        assert step is not None
+        description.settled.CopyFrom(version_info(settled[-1], step))
+    return description
+
+
+def _wants_unsettled(session: Session, request: pb.OpenReaderRequest | pb.WatchJobRequest) -> bool:
+    """Return whether a client wants the newest step of this store, although other nodes may lack it.
+
+    Clients of earlier releases get it without asking. Their followers copy each step before the trainers settle it.
+    """
+    return request.unsettled or SETTLED_STEPS not in session.capabilities
 
 
 def version_info(job: Job, step: int) -> pb.VersionInfo:

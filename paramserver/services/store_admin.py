@@ -120,7 +120,8 @@ class StoreAdmin(Operations):
         check_job(principal, request.job)
         name, note = convert.name(request.name, "name"), convert.name(request.note or "-", "note")
         step = convert.step(request.step, "step") if request.HasField("step") else None
-        job = self._engine.job(convert.name(request.job, "job"))
+        name_of_job = convert.name(request.job, "job")
+        job = self._engine.settled_layout(name_of_job) if step is None else self._engine.job(name_of_job)
         limits = limits_of(self._quotas, principal, request.job)
         # This is finished even if the client goes, because the client may then ask which steps are kept.
         kept = await finished(self._engine.keep(job, step, name, note=note if request.note else "", limits=limits))

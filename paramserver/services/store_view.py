@@ -204,11 +204,12 @@ class StoreView:
             durability=convert.durability_to_wire(job.spec.durability),
             committed_step=newest,
             durable_step=durable,
+            settled_step=self._engine.settled_layout(name).settled_step,
             bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
             kept_steps=len(kept),
-            replicas=[_describe_replica(replica, newest) for replica in self._sessions.replicas.of_job(name)],
+            replicas=[_describe_replica(replica, job.settled_step) for replica in self._sessions.replicas.of_job(name)],
         )
 
     async def leading_jobs(self, most: int) -> tuple[Sequence[admin_pb.JobInfo], int]:
@@ -280,6 +281,7 @@ def _describe_step(step: HeldStep) -> admin_pb.StepInfo:
             for tier, nbytes in step.size_bytes.items()
         ],
         alone_bytes=step.alone_bytes,
+        settled=step.is_settled,
     )
 
 

@@ -380,6 +380,12 @@ class Runs(Generic[MemberT]):
             run.committing = asyncio.ensure_future(self._commit(run, job, vote))
         return await asyncio.shield(vote.done)
 
+    async def settle(self, run: Run[MemberT], step: int) -> None:
+        """Take note that all ranks of a run, on all nodes, have committed a step; see Engine.settle."""
+        job = await asyncio.shield(run.job)
+        self._engine.settle(job, step)
+        self.replicas.note_commit(job.spec.name, step)
+
     async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size
         # A rank that votes for step 0 says that step 0 is settled, because the field has no other value for "none".
@@ -402,7 +408,8 @@ class Runs(Generic[MemberT]):
         else:
             how = "committed, durable" if durable else "committed, in memory"
             self._events.add(EventKind.COMMIT, job.spec.name, f"step {vote.step} was {how}")
-            self.replicas.note_commit(job.spec.name, vote.step)
+            if everywhere:
+                self.replicas.note_commit(job.spec.name, vote.step)
             vote.done.set_result(durable)
         finally:
             run.vote = None

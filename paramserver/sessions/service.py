@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from paramserver.contract.capabilities import CAPABILITIES
 from paramserver.contract.tiers import tier_name
 from paramserver.errors import UnavailableError, UnknownSessionError
 from paramserver.events import EventKind, EventLog
@@ -138,7 +139,10 @@ class SessionService:
         client = convert.name(hello.client, "hello.client")
         if not hello.session_id:
             self._drain.check_open()
-            return self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
+            session = self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
+            # Names that this daemon does not know are those of later releases, and mean nothing here.
+            session.capabilities = frozenset(CAPABILITIES).intersection(hello.capabilities)
+            return session
         try:
             session = self._sessions.get(hello.session_id)
         except NotFoundError as error:

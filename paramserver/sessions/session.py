@@ -83,6 +83,8 @@ class Session:
     device_leases: dict[int, DeviceLease] = field(default_factory=dict)
     # Whether the client's process was seen to map the arena. It can read and write all of it then.
     maps_arena: bool = False
+    # The capabilities of the client that its hello has named; see contract/capabilities.py.
+    capabilities: frozenset[str] = frozenset()
     # Whether the client parks gradients although all of a step have room, so that activations have room, too.
     parks_gradients: bool = False
 

@@ -401,6 +401,10 @@ class Sessions:
         """Make a committed step of the session's job the newest one again; see Runs.roll_back."""
         await self._runs.roll_back(session.require_run(), step)
 
+    async def settle(self, session: Session, step: int) -> None:
+        """Take note that all ranks of the session's job, on all nodes, have committed a step; see Runs.settle."""
+        await self._runs.settle(session.require_run(), step)
+
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
         """Vote for a step as the session's rank, and return whether the committed step is durable; see Runs.vote.
 

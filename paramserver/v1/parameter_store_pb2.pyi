@@ -103,14 +103,16 @@ class Durability(_message.Message):
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
     class Hello(_message.Message):
-        __slots__ = ("client", "session_id", "registers_arena")
+        __slots__ = ("client", "session_id", "registers_arena", "capabilities")
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         REGISTERS_ARENA_FIELD_NUMBER: _ClassVar[int]
+        CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
         client: str
         session_id: str
         registers_arena: bool
-        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ..., registers_arena: _Optional[bool] = ...) -> None: ...
+        capabilities: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ..., registers_arena: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
@@ -138,7 +140,7 @@ class SessionResponse(_message.Message):
     EVENT_RANK_GONE: SessionResponse.Event
     EVENT_RANK_CLOSED: SessionResponse.Event
     class Welcome(_message.Message):
-        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis", "patience_millis")
+        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis", "patience_millis", "capabilities")
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         HEARTBEAT_INTERVAL_MILLIS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +149,7 @@ class SessionResponse(_message.Message):
         VERSION_FIELD_NUMBER: _ClassVar[int]
         GRACE_MILLIS_FIELD_NUMBER: _ClassVar[int]
         PATIENCE_MILLIS_FIELD_NUMBER: _ClassVar[int]
+        CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
         session_id: str
         epoch: str
         heartbeat_interval_millis: int
@@ -155,7 +158,8 @@ class SessionResponse(_message.Message):
         version: str
         grace_millis: int
         patience_millis: int
-        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ..., grace_millis: _Optional[int] = ..., patience_millis: _Optional[int] = ...) -> None: ...
+        capabilities: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ..., grace_millis: _Optional[int] = ..., patience_millis: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
     class Notice(_message.Message):
         __slots__ = ("text", "event", "tier")
         TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -282,18 +286,20 @@ class CommittedStep(_message.Message):
     def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
 
 class OpenReaderRequest(_message.Message):
-    __slots__ = ("session_id", "job", "step", "layout", "kept")
+    __slots__ = ("session_id", "job", "step", "layout", "kept", "unsettled")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     step: int
     layout: str
     kept: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., kept: _Optional[str] = ...) -> None: ...
+    unsettled: bool
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., kept: _Optional[str] = ..., unsettled: _Optional[bool] = ...) -> None: ...
 
 class OpenReaderResponse(_message.Message):
     __slots__ = ("reader_id", "step", "ranks")
@@ -867,6 +873,18 @@ class CommitStepResponse(_message.Message):
     durable: bool
     def __init__(self, durable: _Optional[bool] = ...) -> None: ...
 
+class SettleStepRequest(_message.Message):
+    __slots__ = ("session_id", "step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class SettleStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RollBackRequest(_message.Message):
     __slots__ = ("session_id", "step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -914,18 +932,22 @@ class ListStoredJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[StoredJob, _Mapping]]] = ...) -> None: ...
 
 class StoredJob(_message.Message):
-    __slots__ = ("name", "world_size", "committed_step", "durable", "layouts")
+    __slots__ = ("name", "world_size", "committed_step", "durable", "layouts", "unsettled", "settled")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
     committed_step: int
     durable: bool
     layouts: _containers.RepeatedCompositeFieldContainer[StoredLayout]
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
+    unsettled: bool
+    settled: VersionInfo
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ..., unsettled: _Optional[bool] = ..., settled: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
 
 class ListStoredTensorsRequest(_message.Message):
     __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token", "layout", "kept")
@@ -980,12 +1002,14 @@ class StoredTensor(_message.Message):
     def __init__(self, parameter: _Optional[_Union[Parameter, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[StoredTensor.KindDType, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[StoredTensor.ElementRange, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
-    __slots__ = ("session_id", "job")
+    __slots__ = ("session_id", "job", "unsettled")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+    unsettled: bool
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., unsettled: _Optional[bool] = ...) -> None: ...
 
 class WatchJobResponse(_message.Message):
     __slots__ = ("newest",)

@@ -129,6 +129,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepResponse.FromString,
                 _registered_method=True)
+        self.SettleStep = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/SettleStep',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.FromString,
+                _registered_method=True)
         self.RollBack = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/RollBack',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.RollBackRequest.SerializeToString,
@@ -357,6 +362,14 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SettleStep(self, request, context):
+        """Says that every rank of the job, on every node, has committed a step, so that readers may have it. A repeated call
+        has no effect. FAILED_PRECONDITION: this store has not committed the step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RollBack(self, request, context):
         """Makes a committed step the newest one again: later versions, committed or not, are discarded.
         """
@@ -387,8 +400,8 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Sends the job's newest committed step, if there is one, then each step as it is committed, until the client cancels
-        or the job is deleted (NOT_FOUND). A client that reads slowly gets only the newest of several steps.
+        """Sends the job's newest settled step, if there is one, then each step as it is settled, until the client cancels or
+        the job is deleted (NOT_FOUND). A client that reads slowly gets only the newest of several steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -529,6 +542,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.CommitStep,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepResponse.SerializeToString,
+            ),
+            'SettleStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleStep,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.SerializeToString,
             ),
             'RollBack': grpc.unary_unary_rpc_method_handler(
                     servicer.RollBack,
@@ -1089,6 +1107,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/CommitStep',
             paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.CommitStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/SettleStep',
+            paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

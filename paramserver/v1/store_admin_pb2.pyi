@@ -34,7 +34,7 @@ class ListStepsResponse(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., state_dir: _Optional[str] = ...) -> None: ...
 
 class StepInfo(_message.Message):
-    __slots__ = ("step", "layout", "world_size", "committed_at_unix_seconds", "newest", "retained", "durable", "kept_as", "readers", "bytes", "alone_bytes")
+    __slots__ = ("step", "layout", "world_size", "committed_at_unix_seconds", "newest", "retained", "durable", "kept_as", "readers", "bytes", "alone_bytes", "settled")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class StepInfo(_message.Message):
     READERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ALONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     step: int
     layout: str
     world_size: int
@@ -57,7 +58,8 @@ class StepInfo(_message.Message):
     readers: int
     bytes: _containers.RepeatedCompositeFieldContainer[JobInfo.TierBytes]
     alone_bytes: int
-    def __init__(self, step: _Optional[int] = ..., layout: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_at_unix_seconds: _Optional[float] = ..., newest: _Optional[bool] = ..., retained: _Optional[bool] = ..., durable: _Optional[bool] = ..., kept_as: _Optional[_Iterable[str]] = ..., readers: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., alone_bytes: _Optional[int] = ...) -> None: ...
+    settled: bool
+    def __init__(self, step: _Optional[int] = ..., layout: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_at_unix_seconds: _Optional[float] = ..., newest: _Optional[bool] = ..., retained: _Optional[bool] = ..., durable: _Optional[bool] = ..., kept_as: _Optional[_Iterable[str]] = ..., readers: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., alone_bytes: _Optional[int] = ..., settled: _Optional[bool] = ...) -> None: ...
 
 class GetPrefetchRequest(_message.Message):
     __slots__ = ()
@@ -619,7 +621,7 @@ class ListJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobInfo, _Mapping]]] = ...) -> None: ...
 
 class JobInfo(_message.Message):
-    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds", "kept_steps", "replicas")
+    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds", "kept_steps", "settled_step", "replicas")
     class TierBytes(_message.Message):
         __slots__ = ("tier", "bytes")
         TIER_FIELD_NUMBER: _ClassVar[int]
@@ -655,6 +657,7 @@ class JobInfo(_message.Message):
     CREATED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEPT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_STEP_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
@@ -667,8 +670,9 @@ class JobInfo(_message.Message):
     created_at_unix_seconds: float
     committed_at_unix_seconds: float
     kept_steps: int
+    settled_step: int
     replicas: _containers.RepeatedCompositeFieldContainer[JobInfo.Replica]
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., kept_steps: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[JobInfo.Replica, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., kept_steps: _Optional[int] = ..., settled_step: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[JobInfo.Replica, _Mapping]]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()

@@ -1,9 +1,9 @@
-"""The follower: a process that keeps a replica of a job, by copying its newest committed step to another daemon.
+"""The follower: a process that keeps a replica of a job, by copying its newest settled step to another daemon.
 
 A rank of the trainer starts it, and tells it by its standard input where the two daemons are: `FollowerOrder` as one
 line of JSON. The follower tells on its standard output how far it is, a line of JSON each time. It is a process of its
 own, so that it takes no time from the training loop's interpreter, and so that it outlives a trainer that is killed:
-when its standard input ends, it finishes the newest committed step and ends.
+when its standard input ends, it finishes the newest settled step and ends.
 
 A follower that is slower than the commits skips to the newest one, so it never keeps more than one step from being
 freed. This module owns the two connections, and the run that puts. It must never change the job that it copies.
@@ -18,12 +18,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
@@ -33,7 +32,7 @@ from trainer_client.run import rolled_back
 from trainer_client.run.rolled_back import RollBacks
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, CallCancelledError, Connection
-from trainer_client.store_client.types import StoredLayout
+from trainer_client.store_client.types import StoredJob
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS
 from trainer_client.transport.credentials import Credentials
 
@@ -183,7 +182,7 @@ class Follower:
         self._origin = _Link(order.origin)
         self._holder = _Link(order.holder)
         self._changed = threading.Condition()
-        # The newest committed step, as the watching thread has heard. The follower itself asks the daemon.
+        # The newest settled step, as the watching thread has heard. The follower itself asks the daemon.
         self._newest: int | None = None
         self._finish_at: float | None = None
         self._watching = Call(_GONE_SECONDS, _GONE_SECONDS)
@@ -195,6 +194,7 @@ class Follower:
             self._holder.connection,
             pace=Pace(self._order.bytes_a_second),
             gives_up_newer=self._order.held_as is not None,
+            still_has=self._still_has,
             rolled_back=self._ask_rolled_back,
         )
 
@@ -279,27 +279,33 @@ class Follower:
         return newest is not None and newest != self.state.step
 
     def _ask_newest(self) -> int | None:
-        """Return the newest committed step; None if there is none or the daemon does not answer."""
+        """Return the newest settled step; None if there is none or the daemon does not answer."""
         try:
-            layouts = self._ask_layouts()
+            job = self._ask_job()
         except (StoreError, OSError):
             return None
-        return max(layouts[-1].steps) if layouts else None
+        return None if job is None else job.step
+
+    def _still_has(self, layout: str, step: int) -> bool:
+        """Return whether the daemon that is copied from has a step, settled or not. It can raise StoreError."""
+        job = self._ask_job()
+        return job is not None and any(step in one.steps for one in job.layouts if one.name == layout)
 
     def _ask_rolled_back(self) -> RollBacks:
         """Return the roll-backs of the job by operators. It can raise StoreError."""
         with StoredStep(self._origin.connection, self._order.job) as newest:
             named = rolled_back.of_states(newest.description.client_states)
-        return {**named, **rolled_back.of_layouts(map(StoredLayout.from_proto, self._ask_layouts()))}
+        job = self._ask_job()
+        return {**named, **rolled_back.of_layouts(() if job is None else job.layouts)}
 
-    def _ask_layouts(self) -> Sequence[pb.StoredLayout]:
-        """Return the layouts of the job that have committed steps, the newest one last. It can raise StoreError."""
-        call, request = Call(_GONE_SECONDS, _GONE_SECONDS), pb.ListStoredJobsRequest()
-        listed = self._origin.connection.resume(call, lambda s: s.call("ListStoredJobs", request, call))
-        return next((job.layouts for job in listed.jobs if job.name == self._order.job), [])
+    def _ask_job(self) -> StoredJob | None:
+        """Return the job as the origin has it; None if it has nothing of it. It can raise StoreError."""
+        call = Call(_GONE_SECONDS, _GONE_SECONDS)
+        jobs = StoreClientSync(self._origin.connection).list_jobs_within(call)
+        return next((job for job in jobs if job.name == self._order.job), None)
 
     def _copy(self) -> None:
-        """Copy the newest committed step. It can raise TrainerClientError."""
+        """Copy the newest settled step. It can raise TrainerClientError."""
         if not self._put_run.sessions:
             # No step is held while the holder does not answer, so that it is the newest one that goes there afterwards.
             self._holder.connection.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
@@ -308,7 +314,9 @@ class Follower:
         with StoredStep(self._origin.connection, self._order.job, put_as=self._order.held_as) as source:
             step = source.description
             # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
-            if self._finish_at is not None or not self._put_run.takes(step):
+            # So it does if the step is older than the one before, as after a restart of the daemon.
+            is_older = self.state.step is not None and step.step.step < self.state.step
+            if self._finish_at is not None or is_older or not self._put_run.takes(step):
                 self._put_run.close()
             result = self._put_run.put(source)
         with self._changed:

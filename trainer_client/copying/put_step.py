@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 import xxhash
 
+from paramserver.contract.capabilities import SETTLED_STEPS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
@@ -132,6 +133,7 @@ class PutRun:
         *,
         pace: Pace | None = None,
         gives_up_newer: bool = False,
+        still_has: Callable[[str, int], bool] = lambda _layout, _step: False,
         rolled_back: Callable[[], RollBacks] = dict,
     ) -> None:
         """Prepare a run, which opens the job with the first step that it puts.
@@ -141,12 +143,16 @@ class PutRun:
             pace: the pace of what is sent; None: no limit.
             gives_up_newer: whether a step of the target that is as new as the source's, or newer, is rolled back if it
                 differs. The target has it when the job itself went back, or was laid out anew from an older step.
+            still_has: returns whether the source's job has a step, given its layout and number, that is newer than the
+                one to be put. The target keeps such a step. The source's daemon was restarted then, and does not know
+                yet that all nodes have the step.
             rolled_back: returns the roll-backs of the source's job by operators. A step of the target that they have
                 given up is rolled back in any case.
         """
         self.target = target
         self.pace = Pace() if pace is None else pace
         self.gives_up_newer = gives_up_newer
+        self.still_has = still_has
         self.rolled_back = rolled_back
         # A session for each rank of the source; none before the first step.
         self.sessions: list[StoreSession] = []
@@ -267,6 +273,7 @@ class _Putting:
 
         Raises:
             CopyError: the target has a newer step.
+        StoreError: a daemon refuses, or cannot be reached.
         """
         wanted, job = self._step.step, self._step.step.job
         self._run.layout, self._run.newest, self._run.is_same_layout = wanted.layout, None, False
@@ -280,6 +287,11 @@ class _Putting:
         present = stored.layouts[-1]
         self._run.newest = max(present.steps)
         self._run.is_same_layout = present.layout in (self._run.layout, self._run.layout or _UNNAMED_LAYOUT)
+        if self._run.newest > wanted.step and self._run.still_has(present.layout, self._run.newest):
+            raise CopyError(
+                f"{self._target.address} has step {self._run.newest} of job {job!r}, and {self._source.name} has it, "
+                f"too, but does not know yet that all nodes have it: nothing is copied until then"
+            )
         if self._run.newest >= wanted.step and (self._run.gives_up_newer or self._is_given_up(present)):
             self._goes_back_to = self._find_way_back(present.steps)
         newest = self._run.newest if self._goes_back_to is None else self._goes_back_to
@@ -290,7 +302,7 @@ class _Putting:
             )
         if self._run.is_same_layout:
             self._run.layout = present.layout
-            with StoredStep(self._target, job, self._goes_back_to) as theirs:
+            with StoredStep(self._target, job, newest) as theirs:
                 return self._differing(theirs)
         if newest == wanted.step or any(one.layout == self._run.layout for one in stored.layouts):
             raise CopyError(
@@ -305,7 +317,7 @@ class _Putting:
         known = self._run.rolled_back()
         if not known:
             return False
-        with StoredStep(self._target, self._step.step.job) as theirs:
+        with StoredStep(self._target, self._step.step.job, max(present.steps)) as theirs:
             made_after = {*rolled_back.of_states(theirs.description.client_states)}
         made_after |= {mark.name for mark in present.rolled_back}
         return rolled_back.went_back_to(known, max(present.steps), made_after) is not None
@@ -498,7 +510,15 @@ class _Putting:
         ]
         answers = [result_of(vote) for vote in votes]
         self._run.newest, self._run.is_same_layout = step, True
+        self._settle(sessions[0])
         return all(answer.durable for answer in answers)
+
+    def _settle(self, session: StoreSession) -> None:
+        """Have readers of the target see the step, which is whole there: it waits for no other node."""
+        # A daemon of an earlier release shows each step that it commits.
+        if SETTLED_STEPS in session.capabilities:
+            call = Call(None, CONTROL_DEADLINE_SECONDS)
+            session.call("SettleStep", pb.SettleStepRequest(step=self._step.step.step), call)
 
     # --- what the caller of put_step learns: its progress, and the result
 

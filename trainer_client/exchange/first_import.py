@@ -112,7 +112,7 @@ def _has_steps(address: str, job: str, credentials: Credentials) -> bool:
     """Return whether a store has a committed step of the job, or a replica of a part. It can raise StoreError."""
     with connect(StoreAddress(address=address), credentials) as client:
         return any(
-            job in (stored.name, replicated_job(stored.name)) and stored.step is not None
+            job in (stored.name, replicated_job(stored.name)) and stored.newest is not None
             for stored in client.list_jobs()
         )
 

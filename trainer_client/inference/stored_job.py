@@ -29,8 +29,11 @@ _LOOK_SECONDS = 0.5
 
 
 def newest_step(client: StoreClientSync, job: str) -> int | None:
-    """Return the newest committed step of a job; None if the store has no such job or no committed step of it."""
-    return next((stored.step for stored in client.list_jobs() if stored.name == job), None)
+    """Return the newest committed step of a job; None if the store has no such job or no committed step of it.
+
+    Other nodes may lack the step.
+    """
+    return next((stored.newest for stored in client.list_jobs() if stored.name == job), None)
 
 
 def put(

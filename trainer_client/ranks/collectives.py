@@ -125,6 +125,9 @@ class Collectives:
       than orders of reductions, so gloo cannot take one for the other;
     - _HOST has what the hosts tell each other: flags, norms, names.
 
+    A job on several nodes has one group more, for `lowest_beside`. Its thread goes on while a rank is in the next step,
+    or waits for something else.
+
     _CONTROL and _HOST are gloo's, with CPU tensors on any device. If flags went through the device, each question would
     wait until the device has done all that it was given, and ranks could wait for each other in two groups at once.
 
@@ -144,9 +147,11 @@ class Collectives:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
+        # The group of the thread beside the training; none before `open_beside`.
+        self._beside: list[dist.ProcessGroup] = []
         self._watch: Watch | None = None
-        # The thread that destroys the process groups after `abandon`.
-        self._ending: threading.Thread | None = None
+        # The threads that destroy process groups whose collectives may be under way.
+        self._ending: list[threading.Thread] = []
         # A rank that has gone, for people, and from when on this rank waits for it no longer, in time.monotonic().
         self._gone: tuple[str, float] | None = None
         # The collective in which this rank has failed, and the error, as text; None if it has not failed.
@@ -169,10 +174,11 @@ class Collectives:
             # The error occurs if the script has left all groups before, as torch recommends for its end.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
-        if self._ending is not None:
+        self.leave_beside()
+        for ending in self._ending:
             # gloo ends a process with SIGABRT that exits while groups are being destroyed. The wait is short, because
             # the other ranks abandon the run as well.
-            self._ending.join(_END_SECONDS)
+            ending.join(_END_SECONDS)
 
     def abandon(self, what: str, error: BaseException) -> None:
         """Leave the process groups for good, because this rank has failed in `what` and others may be ahead of it.
@@ -186,19 +192,25 @@ class Collectives:
         self._abandoned = f"{what} ({why})"
         self._watch.abandon(what, why)
         groups, self._groups = self._groups, []
-        # This needs a thread, because gloo destroys a group only when its pending collectives have ended, and one of
-        # them may wait for another rank.
-        abort = self.device.type != CPU
-        self._ending = threading.Thread(
-            target=self._end_abandoned, args=(groups,), kwargs={"abort": abort}, name="paramserver-abandon", daemon=True
-        )
-        self._ending.start()
-
-    def _end_abandoned(self, groups: list[dist.ProcessGroup], *, abort: bool) -> None:
         # The other ranks look for the reason as soon as the groups end, so this rank writes it before that.
-        assert self._watch is not None
-        self._watch.exchange()
-        _end(groups, abort=abort)
+        self._end_beside_this(groups, abort=self.device.type != CPU, first=self._watch.exchange)
+        self.leave_beside()
+
+    def _end_beside_this(
+        self, groups: list[dist.ProcessGroup], *, abort: bool, first: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `first`, and end groups, on a thread of their own; see `_end`.
+
+        gloo destroys a group only when its pending collectives have ended, and one of them may wait for another rank.
+        """
+
+        def end() -> None:
+            first()
+            _end(groups, abort=abort)
+
+        ending = threading.Thread(target=end, name="paramserver-abandon", daemon=True)
+        self._ending.append(ending)
+        ending.start()
 
     def rank_has_gone(self, who: str, is_closed: bool) -> None:
         """Take note that another rank will take part in nothing any more. Called from any thread.
@@ -264,20 +276,29 @@ class Collectives:
                 yield
         # torch.distributed raises no narrower class for gloo.
         except RuntimeError as error:
-            timed_out = time.monotonic() - begun >= self._timeout_seconds
-            kind = CollectiveTimeoutError if timed_out else CollectiveError
-            reason = (
-                f"did not end within {self._timeout_seconds:g} s (paramserver.collective_timeout_seconds)"
-                if timed_out
-                else f"failed, another rank has gone or given up ({error})"
-            )
-            raise kind(
-                f"{what} {reason}: {self._watch.places()}. All ranks must make the same calls in the same order; "
-                "restart the job, it resumes from the last commit"
-            ) from None
+            raise self._failure(what, begun, error) from None
 
-    def wait_for(self, work: dist.Work) -> None:
+    def _failure(self, what: str, begun: float, error: RuntimeError) -> CollectiveError:
+        """Return the error of a collective that was begun at a time of time.monotonic() and has failed."""
+        assert self._watch is not None
+        timed_out = time.monotonic() - begun >= self._timeout_seconds
+        kind = CollectiveTimeoutError if timed_out else CollectiveError
+        reason = (
+            f"did not end within {self._timeout_seconds:g} s (paramserver.collective_timeout_seconds)"
+            if timed_out
+            else f"failed, another rank has gone or given up ({error})"
+        )
+        return kind(
+            f"{what} {reason}: {self._watch.places()}. All ranks must make the same calls in the same order; "
+            "restart the job, it resumes from the last commit"
+        )
+
+    def wait_for(self, work: dist.Work, check: Callable[[], None] = lambda: None) -> None:
         """Wait for a collective of gloo, which has a time-out of its own. For use in `within`.
+
+        Args:
+            work: the collective.
+            check: is called again and again, and may raise to end the wait.
 
         Raises:
             RuntimeError: it has failed, or a rank has gone.
@@ -290,9 +311,58 @@ class Collectives:
                     # It has ended since, or has failed: then this raises torch's error.
                     work.wait()
                     return
+                check()
                 self._check_others()
             else:
                 return
+
+    def open_beside(self) -> None:
+        """Make the process group for `lowest_beside`. All ranks must call this."""
+        if self.world_size > 1:
+            self._beside.append(dist.new_group(timeout=timedelta(seconds=self._timeout_seconds), backend="gloo"))
+
+    def lowest_beside(self, value: int, what: str, check: Callable[[], None]) -> int:
+        """Return the lowest `value` of all ranks, for a thread beside the training, whose collectives go on meanwhile.
+
+        That thread of each rank must make the same calls in the same order.
+
+        Args:
+            value: this rank's value.
+            what: name of the exchange in messages.
+            check: is called again and again, and raises to end the wait.
+
+        Raises:
+            CollectiveError: another rank did not take part.
+        """
+        if self._watch is None:
+            return value
+        groups, lowest, begun = self._beside, torch.tensor([value]), time.monotonic()
+
+        def check_part() -> None:
+            self._require_part()
+            check()
+
+        # `abandon` has emptied the list, or does so while this waits.
+        check_part()
+        try:
+            work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=groups[0], async_op=True)
+            assert work is not None
+            with self._watch.listening():
+                self.wait_for(work, check_part)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(what, begun, error) from None
+        return int(lowest)
+
+    def leave_beside(self) -> None:
+        """Leave the process group of `lowest_beside`, so that calls of other ranks fail that wait for this one.
+
+        It does not wait; idempotent.
+        """
+        groups, self._beside = self._beside, []
+        if groups:
+            self._end_beside_this(groups, abort=False)
 
     def wait_for_event(self, event: torch.Event) -> None:
         """Wait until the device has come to an event, which may come after collectives.

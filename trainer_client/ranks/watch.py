@@ -93,6 +93,8 @@ class Watch:
         self._changed = threading.Condition()
         self._asked = self._done = 0
         self._is_closed = False
+        # The number of waits for other ranks that are under way on threads beside the training.
+        self._beside = 0
         self._thread = threading.Thread(target=self._run, name="paramserver-watch", daemon=True)
         self._thread.start()
 
@@ -105,6 +107,15 @@ class Watch:
         # This line is skipped if the collective fails, because the rank is then still in it.
         self._place = _Place(number, what, False)
 
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Enclose a wait for other ranks on a thread beside the training, so that the watch looks at their places."""
+        self._beside += 1
+        try:
+            yield
+        finally:
+            self._beside -= 1
+
     def abandon(self, what: str, why: str) -> None:
         """Note that this rank does not come to `what` or to any later collective, and why.
 
@@ -116,7 +127,8 @@ class Watch:
     def given_up(self) -> str | None:
         """The first rank that was heard to give up or found to have gone, for people; None if the last look found none.
 
-        The watch looks while this rank waits in a collective for longer than its interval, which is 5 s at most.
+        The watch looks while this rank waits in a collective for longer than its interval, which is 5 s at most, and
+        while a thread beside the training waits for other ranks.
         """
         return self._given_up
 
@@ -159,7 +171,7 @@ class Watch:
             self._say()
             # This rank reads the others' places while it still waits in a collective, because the process that has the
             # key-value store may be gone when the wait has failed.
-            if asked > self._done or (self._place.inside and self._place is seen):
+            if asked > self._done or self._beside or (self._place.inside and self._place is seen):
                 self._listen()
             seen = self._place
             with self._changed:

@@ -20,6 +20,7 @@ from paramserver.contract.durability import durable_every_steps, parse_durabilit
 from trainer_client.errors import StoreError
 from trainer_client.lanes.lanes import Lanes
 from trainer_client.model.states import PlacedStates
+from trainer_client.run.settlement import Settlement
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.rank_store import RankStore
 
@@ -38,10 +39,7 @@ class Commits:
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
         handed_over: number of the first commit, if states are handed over for it already; None: they are not.
-        on_made: is called with the number of each commit once it is as durable as the store makes it. The commit counts
-            as made when this returns; an error of it is raised by `wait`.
-        meet: returns when all ranks have called it, each after its last commit was made. A job on several daemons whose
-            commits wait for replicas needs it: a daemon may delete an older step only when all replicas have the next.
+        settlement: finds out when all nodes have a commit.
     """
 
     def __init__(
@@ -53,12 +51,10 @@ class Commits:
         *,
         newest: int | None,
         handed_over: int | None,
-        on_made: Callable[[int], None] = lambda _: None,
-        meet: Callable[[], None] = lambda: None,
+        settlement: Settlement,
     ) -> None:
         self.newest = newest
-        self._meet = meet
-        self._on_made = on_made
+        self._settlement = settlement
         self._handed_over = handed_over
         self._store = store
         self._states = states
@@ -75,6 +71,8 @@ class Commits:
         # Until the first commit there is one version only, so reads need no step filter.
         if newest is not None and handed_over is None:
             store.read_as_of(newest)
+            # All stores were found to have this commit, although the former run may have ended before it was settled.
+            settlement.begin(newest)
         # The client state of the last step, or of the last change of states after it; None if it was not encoded.
         self._of_last_step: bytes | None = None
         # Whether a step was made that the newest commit does not have.
@@ -132,10 +130,11 @@ class Commits:
         caller goes on; see states.py [Note: values that are copied later].
 
         The commit includes all states that this rank has handed over since the last commit. The vote reports the last
-        commit as settled: all ranks have it, because they meet between two commits.
+        commit as settled: all ranks have it, because they meet between two commits. If commits wait for replicas, all
+        replicas have it, too: a store deletes the step before the settled one.
         """
         self.wait()
-        self._meet()
+        self._settlement.wait_for_replicas()
         while self._holds:
             self._holds.pop(0)()
         settled = 0 if self.newest is None else self.newest
@@ -144,12 +143,14 @@ class Commits:
         copying = self._lanes.beside().copying if later else None
         self._pending = self._store.commit(self.next, client_state, settled, later, copying)
         self.newest, self._handed_over = self.next, None
+        self._settlement.begin(self.newest)
         self._of_last_step = client_state
         self.is_behind = False
 
     def abandon(self) -> None:
         """Abandon the commit under way, because the session with the store is about to end."""
         self._pending = None
+        self._settlement.abandon()
         while self._awaited:
             self._awaited.pop().cancel()
 
@@ -162,10 +163,12 @@ class Commits:
         self._holds.append(hold)
 
     def answered(self) -> Future[None]:
-        """Return a future that is done when the store has answered the newest commit, and cancelled if it is abandoned.
+        """Return a future that is done when the newest commit is answered everywhere, and cancelled if it is abandoned.
 
         Another thread may wait for it while this rank goes on. It does not say whether the commit has succeeded.
         """
+        if not self._settlement.is_at_once:
+            return self._settlement.awaited()
         future = Future[None]()
         if self._pending is None:
             future.set_result(None)
@@ -191,7 +194,7 @@ class Commits:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the newest commit is made, as durable as its durability class requires.
+        """Wait until this rank's store has made the newest commit, as durable as its durability class requires.
 
         It can raise StoreError.
         """
@@ -199,12 +202,24 @@ class Commits:
             assert self.newest is not None, "a pending commit has a number"
             try:
                 self._pending.wait()
-                self._on_made(self.newest)
+                self._settlement.note_made(self.newest)
             except StoreError:
                 self._pending = None
                 raise
             # `_pending` is cleared only now, because after an interrupted wait the next call waits for the same commit.
             self._pending = None
+
+    def wait_until_settled(self) -> None:
+        """Wait until all nodes have the newest commit, and all replicas that commits wait for.
+
+        The other ranks need not call this.
+
+        Raises:
+            StoreError: the commit has failed, or a replica does not have it in time.
+            CollectiveError: another rank has gone, so it is not known whether it has the commit.
+        """
+        self.wait()
+        self._settlement.wait()
 
 
 def _finish(future: Future[None]) -> None:

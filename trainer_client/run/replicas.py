@@ -97,19 +97,29 @@ class FollowerProcess:
         self._step: int | None = None
         self._problem = ""
         self._stopping = False
+        self._is_left = False
         self._process = self._start()
         threading.Thread(target=carried(self._listen), name="paramserver-follower", daemon=True).start()
 
     def wait(self, step: int, timeout_seconds: float) -> None:
-        """Wait until the holder has a step. Raise StoreUnavailableError after the time-out."""
+        """Wait until the holder has a step, or `stop_waiting` is called.
+
+        Raise StoreUnavailableError after the time-out.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._has(step), timeout_seconds):
+            if not self._changed.wait_for(lambda: self._has(step) or self._is_left, timeout_seconds):
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
                     f"step {step} is committed, but after {timeout_seconds:.0f} s the daemon at {self.holder} does not "
                     f"hold it ({self._problem or 'the copy is under way'}): start that daemon, or set "
                     'paramserver.durability to "step" to train on without it',
                 )
+
+    def stop_waiting(self) -> None:
+        """Have `wait` return at once from now on."""
+        with self._changed:
+            self._is_left = True
+            self._changed.notify_all()
 
     def catch_up(self, step: int, timeout_seconds: float) -> None:
         """Wait until the holder has a step, as long as the follower reports no problem. Log a step that it lacks."""
@@ -200,35 +210,44 @@ class FollowerProcess:
 
 
 class Replicas:
-    """The followers of this rank, which are none unless it is the first one of its store."""
+    """The followers of this rank, which are none unless it is the first one of its store.
 
-    def __init__(self, followers: Sequence[FollowerProcess], *, is_waited_for: bool, timeout_seconds: float) -> None:
+    Attributes:
+        are_waited_for: whether a commit is made only when all replicas have it.
+    """
+
+    def __init__(self, followers: Sequence[FollowerProcess], *, are_waited_for: bool, timeout_seconds: float) -> None:
         """Take the followers over.
 
         Args:
             followers: one for each replica.
-            is_waited_for: whether a commit is made only when all replicas have it.
+            are_waited_for: whether a commit is made only when all replicas have it.
             timeout_seconds: how long a commit, or the end of the run, waits for them.
         """
+        self.are_waited_for = are_waited_for
         self._followers = followers
-        self._is_waited_for = is_waited_for
         self._timeout_seconds = timeout_seconds
         self._committed: int | None = None
 
     def note_commit(self, step: int) -> None:
-        """Take note of a committed step, and wait for the replicas if the durability asks for that.
+        """Take note of a settled step, and wait for the replicas if the durability asks for that.
 
         Raises:
             StoreUnavailableError: a replica does not have the step in time.
         """
         self._committed = step
-        if self._is_waited_for:
+        if self.are_waited_for:
             deadline = time.monotonic() + self._timeout_seconds
             for follower in self._followers:
                 follower.wait(step, max(0.0, deadline - time.monotonic()))
 
+    def stop_waiting(self) -> None:
+        """Have `note_commit` wait no longer, because the run ends."""
+        for follower in self._followers:
+            follower.stop_waiting()
+
     def close(self) -> None:
-        """Let the followers finish: wait for the last committed step as long as they are well, then leave them."""
+        """Let the followers finish: wait for the last settled step as long as they are well, then leave them."""
         deadline = time.monotonic() + self._timeout_seconds
         for follower in self._followers:
             if self._committed is not None:

@@ -148,21 +148,23 @@ class StoreClient:
         )
         return StoreWriter(writer, self._threads)
 
-    async def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReader:
-        """Open a reader of a committed step, the newest one by default.
+    async def read(
+        self, job: str, *, step: int | None = None, settled: bool = True, timeout: Timeout = None
+    ) -> StoreReader:
+        """Open a reader of a committed step, by default the newest one that all nodes of the job have.
 
-        It raises what `StoreClientSync.read` raises.
+        The arguments and errors are those of `StoreClientSync.read`.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         reader = await self._threads.run(
-            call, lambda: self._client.read_within(call, job, step), close=StoreReaderSync.close
+            call, lambda: self._client.read_within(call, job, step, settled=settled), close=StoreReaderSync.close
         )
         return StoreReader(reader, self._threads)
 
-    async def watch(self, job: str, *, timeout: Timeout = None) -> AsyncGenerator[Commit, None]:
-        """Yield the newest committed step of a job, then each step as it is committed.
+    async def watch(self, job: str, *, settled: bool = True, timeout: Timeout = None) -> AsyncGenerator[Commit, None]:
+        """Yield the newest settled step of a job, then each step as it is settled.
 
-        It raises what `StoreClientSync.watch` raises.
+        The arguments and errors are those of `StoreClientSync.watch`.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         loop = asyncio.get_running_loop()
@@ -175,7 +177,7 @@ class StoreClient:
 
         def listen() -> None:
             try:
-                for commit in self._client.watch_within(call, job):
+                for commit in self._client.watch_within(call, job, settled=settled):
                     tell(commit)
             except BaseException as error:
                 tell(error)

@@ -182,23 +182,33 @@ class StoreClientSync:
         layout = JobLayout(name=job, tensors=specs, durability=durability, placement=placement, shard_bytes=shard_bytes)
         return StoreWriterSync(self._connection, layout, call)
 
-    def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReaderSync:
-        """Open a reader of a committed step of a job, the newest one by default.
+    def read(
+        self, job: str, *, step: int | None = None, settled: bool = True, timeout: Timeout = None
+    ) -> StoreReaderSync:
+        """Open a reader of a committed step of a job, the newest settled one by default.
 
         The store keeps the step until the caller closes the reader, whatever is committed meanwhile.
 
+        Args:
+            job: the job's name.
+            step: number of the step; None: the newest one that all nodes of the job are known to have. If all ranks of
+                the job are attached to this store, and for jobs of a StoreClient, that is the newest one.
+            settled: False: without `step`, the newest one of this store, although other nodes may lack it, so that the
+                job may never go on from it.
+            timeout: deadline of the call in seconds, or as a timedelta.
+
         Raises:
             StoreNotFoundError: there is no such job, or the store does not hold that step any more.
-            JobConflictError: the job has no committed step yet.
+            JobConflictError: the job has no such step yet.
             StoreBudgetError: the store has no room to keep the step beside later ones.
             DataLossError: some bytes of the step are damaged.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        return self.read_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, step)
+        return self.read_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, step, settled=settled)
 
-    def read_within(self, call: Call, job: str, step: int | None) -> StoreReaderSync:
+    def read_within(self, call: Call, job: str, step: int | None, *, settled: bool) -> StoreReaderSync:
         """Open a reader within the deadline of `call`; see `read`."""
-        return StoreReaderSync(self._connection, job, step, call)
+        return StoreReaderSync(self._connection, job, step, call, settled=settled)
 
     def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout = None) -> StoreReaderSync:
         """Open a reader of a step in a given layout, even if the job has a newer layout.
@@ -211,13 +221,14 @@ class StoreClientSync:
         """Open a reader of a kept step of a job, by its name. It raises what `read` raises."""
         return StoreReaderSync(self._connection, job, None, Call(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
 
-    def watch(self, job: str, *, timeout: Timeout = None) -> Iterator[Commit]:
-        """Yield the newest committed step of a job, if there is one, then each step as it is committed.
+    def watch(self, job: str, *, settled: bool = True, timeout: Timeout = None) -> Iterator[Commit]:
+        """Yield the newest settled step of a job, if there is one, then each step as it is settled.
 
-        If several steps are committed before the caller asks for the next one, only the newest of them is yielded.
+        If several steps are settled before the caller asks for the next one, only the newest of them is yielded.
 
         Args:
             job: the job's name.
+            settled: False: yield steps as soon as this store has committed them, although other nodes may lack them.
             timeout: how long the daemon may be unreachable, in seconds or as a timedelta. It does not limit how long
                 the watch waits for a commit.
 
@@ -225,16 +236,16 @@ class StoreClientSync:
             StoreNotFoundError: there is no such job, or it was deleted.
             StoreTimeoutError, StoreUnavailableError: the daemon was away for too long.
         """
-        return self.watch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job)
+        return self.watch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, settled=settled)
 
-    def watch_within(self, call: Call, job: str) -> Iterator[Commit]:
+    def watch_within(self, call: Call, job: str, *, settled: bool = True) -> Iterator[Commit]:
         """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
         # The caller of `watch` may ask for the first commit long after that call.
         call.extend()
         seen: tuple[int, float] | None = None
         while True:
             session = self._connection.resume(call, lambda session: session)
-            responses = session.watch(job, call)
+            responses = session.watch(job, call, settled=settled)
             try:
                 for response in responses:
                     commit = Commit.from_proto(response.newest)

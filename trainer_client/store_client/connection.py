@@ -172,6 +172,8 @@ class StoreSession:
             self.arena_bytes = welcome.arena.size_bytes
             self.patience_seconds = patience_seconds(welcome)
             self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
+            # The daemon's capabilities, by the names of paramserver/contract/capabilities.py.
+            self.capabilities = frozenset(welcome.capabilities)
             self._arena = None if prefer_streams else Arena.map(welcome.arena, is_announced=registers)
             after_error.pop_all()
 
@@ -323,9 +325,9 @@ class StoreSession:
         finally:
             responses.cancel()
 
-    def watch(self, job: str, call: Call) -> Any:
+    def watch(self, job: str, call: Call, *, settled: bool = True) -> Any:
         """Begin the call WatchJob and return grpc's iterator of its responses."""
-        request = pb.WatchJobRequest(session_id=self.session_id, job=job)
+        request = pb.WatchJobRequest(session_id=self.session_id, job=job, unsettled=not settled)
         return call.track(self._invoke(self._stub.WatchJob, request))
 
     def _check_open(self) -> None:

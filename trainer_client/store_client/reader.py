@@ -140,14 +140,19 @@ class StoreReaderSync:
         call: Call,
         layout: str | None = None,
         kept: str | None = None,
+        *,
+        settled: bool = True,
     ) -> None:
         """Open the reader.
 
         Args:
-            layout: the name of the layout of the step; None: the job's newest layout.
+            step: the step; None: the newest settled one.
+            layout: the name of the layout of the step; None: the job's newest layout that has such a step.
             kept: the name of a kept step, instead of `step` and `layout`.
+            settled: without `step`, False: the newest step of this store, although other nodes of the job may lack it.
         """
         self._connection = connection
+        self._settled = settled
         self._layout = layout
         self._kept = kept
         self._lock = threading.Lock()
@@ -361,7 +366,13 @@ class StoreReaderSync:
             again = self._held is not None
             try:
                 step = self._step if self._kept is None else None
-                request = pb.OpenReaderRequest(job=self.job, step=step, layout=self._layout, kept=self._kept)
+                request = pb.OpenReaderRequest(
+                    job=self.job,
+                    step=step,
+                    layout=self._layout,
+                    kept=self._kept,
+                    unsettled=not self._settled and step is None,
+                )
                 opened = session.call("OpenReader", request, call)
             except StoreNotFoundError as error:
                 if not again:

@@ -108,8 +108,10 @@ class StoredJob:
     Attributes:
         name: the job's name.
         world_size: number of ranks that its tensors are sharded over.
-        step: the newest committed step; None: nothing is committed yet.
+        step: the newest settled step, which all nodes of the job have committed; None: there is none yet.
         durable: whether that step survives kill -9 of the daemon and power loss.
+        newest: the newest step that this store has committed, which is above `step` until all nodes have it; None:
+            nothing is committed yet.
         layouts: the layouts that have committed steps, the newest one last. There are two only while a job goes over
             to another number of ranks.
     """
@@ -118,15 +120,22 @@ class StoredJob:
     world_size: int
     step: int | None
     durable: bool
+    newest: int | None
     layouts: tuple[StoredLayout, ...]
 
     @classmethod
     def from_proto(cls, message: pb.StoredJob) -> StoredJob:
+        newest = message.committed_step if message.HasField("committed_step") else None
+        step, durable = newest, message.durable
+        if message.unsettled:
+            step = message.settled.step if message.HasField("settled") else None
+            durable = message.settled.durable
         return cls(
             name=message.name,
             world_size=message.world_size,
-            step=message.committed_step if message.HasField("committed_step") else None,
-            durable=message.durable,
+            step=step,
+            durable=durable,
+            newest=newest,
             layouts=tuple(StoredLayout.from_proto(layout) for layout in message.layouts),
         )
 

@@ -68,6 +68,7 @@ _STOPPING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
+_LOOK_AT_COMMIT_SECONDS = 0.5
 # The training thread waits longer than the attaching thread by this time, because the attaching thread knows the reason
 # if it stops.
 _SLACK_SECONDS = 60.0
@@ -212,7 +213,7 @@ class Attachments:
             StoreError: `error` itself, if the session of `former` has not ended; or the reason why this rank cannot
                 attach again.
         """
-        if self._survival is None or error.code not in _MAY_BE_THE_END:
+        if self._survival is None or not may_be_lost(error):
             raise error
         if self.current is former and not former.session.ends_within(_SHOWS_SECONDS):
             raise error
@@ -269,8 +270,25 @@ class Attachments:
             vote = self.journal.vote if self.journal.awaits_commit else None
         if vote is not None:
             Pending(vote.call, lambda _: None).wait()
-            with self.changed:
-                self.journal.acknowledge(vote.step)
+            self.acknowledge(vote.step)
+
+    def acknowledge(self, step: int) -> None:
+        """Take note that the store has committed a step. Any thread may call this."""
+        with self.changed:
+            self.journal.acknowledge(step)
+            self.changed.notify_all()
+
+    def wait_until_acknowledged(self, step: int, check: Callable[[], None]) -> None:
+        """Wait, on a thread beside the training, until the store has committed a step, whatever becomes of the daemon.
+
+        Args:
+            step: the step, for which this rank has voted or will vote.
+            check: is called again and again, and raises to end the wait. The training thread gets the error of a vote.
+        """
+        with self.changed:
+            while (newest := self.journal.acknowledged) is None or newest < step:
+                check()
+                self.changed.wait(_LOOK_AT_COMMIT_SECONDS)
 
     def _why_gone(self) -> StoreError | None:
         return None if self._gone is None else type(self._gone)(self._gone.code, self._gone.message)
@@ -328,7 +346,7 @@ class Attachments:
                 newest, again = self._take_up(attachment) if self._membership is not None else (None, None)
                 self._hand_over_again(attachment, deadline)
             except StoreError as error:
-                over = attachment.session.ends_within(_SHOWS_SECONDS) if error.code in _MAY_BE_THE_END else False
+                over = attachment.session.ends_within(_SHOWS_SECONDS) if may_be_lost(error) else False
                 attachment.close()
                 if not over:
                     raise
@@ -389,7 +407,7 @@ class Attachments:
             # The first commit of a new layout may have the number of a commit of the former one.
             is_own = self.journal.layout_begun is None or layout == membership.job.layout
             if vote is not None and newest == vote.step and is_own:
-                self.journal.acknowledge(vote.step)
+                self.acknowledge(vote.step)
             self._check(newest)
             if newest is not None and newest == self.journal.acknowledged:
                 # A daemon that was started anew has it, so it is durable.
@@ -449,8 +467,7 @@ class Attachments:
                 "paramserver.reattach_timeout_seconds"
             )
         Pending(vote.call, lambda _: None).wait()
-        with self.changed:
-            self.journal.acknowledge(vote.step)
+        self.acknowledge(vote.step)
 
     def _open_job(self, attachment: Attachment, membership: Membership) -> tuple[int | None, str | None]:
         """Open the job, and return its newest commit and the name of that commit's layout.
@@ -526,6 +543,11 @@ class Attachments:
             f"the store daemon at {self._address} was restarted, and this run cannot go on with it: {why}. "
             "What was not committed is gone; restart the job, it resumes from the last commit",
         )
+
+
+def may_be_lost(error: StoreError) -> bool:
+    """Return whether a call may have failed because its daemon stops or is gone."""
+    return error.code in _MAY_BE_THE_END
 
 
 def newest_of(opened: pb.OpenJobResponse) -> int | None:

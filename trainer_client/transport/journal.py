@@ -164,6 +164,16 @@ class Registered:
         attachment.call(attachment.stub.RegisterShards, pb.RegisterShardsRequest(groups=self.groups))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A declaration that every rank of the job, on every node, has committed a step."""
+
+    step: int
+
+    def make(self, attachment: Attachment) -> None:
+        attachment.call(attachment.stub.SettleStep, pb.SettleStepRequest(step=self.step))
+
+
 @dataclass(slots=True, kw_only=True)
 class Vote:
     """This rank's vote for a commit, and the last call that carried it to the store.
@@ -191,6 +201,7 @@ class Journal:
         returns_to: the older commit to which the store is being rolled back; None: it is not.
         layout_begun: the layout without a commit that this rank has begun; None: there is none.
         registered: the shard groups that this rank has declared; None: it has declared none.
+        settled: the newest step that this rank has declared to be on all nodes; None: it has declared none.
         step: the commit under way, for which this rank has handed something over; None: nothing was handed over.
         vote: this rank's vote for the commit under way; None: it has not voted.
         unkept_bytes: bytes that were handed over without keeping a copy.
@@ -206,6 +217,7 @@ class Journal:
         self.returns_to: int | None = None
         self.layout_begun: LayoutBegun | None = None
         self.registered: Registered | None = None
+        self.settled: Settled | None = None
         self.step: int | None = None
         self.vote: Vote | None = None
         self.unkept_bytes = 0
@@ -371,7 +383,7 @@ class Journal:
         """
         if self._replayed_to is not attachment:
             self._replayed_to, self._declared, self._replayed = attachment, [], 0
-        for declaration in (self.layout_begun, self.registered):
+        for declaration in (self.layout_begun, self.registered, self.settled):
             if declaration is not None and declaration not in self._declared:
                 declaration.make(attachment)
                 self._declared.append(declaration)

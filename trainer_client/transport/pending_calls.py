@@ -128,8 +128,7 @@ class PendingCommit(Pending[None]):
             # If that daemon has shown the commit already, the call that has failed is the one to the former daemon.
             if not self._is_acknowledged:
                 self._attachments.outlive(at, error)
-        with self._attachments.changed:
-            self._attachments.journal.acknowledge(self._vote.step)
+        self._attachments.acknowledge(self._vote.step)
 
     @property
     def _is_acknowledged(self) -> bool:

@@ -28,7 +28,7 @@ from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.transport import lease_calls
 from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.attachment import Attachment
-from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, newest_of
+from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival, may_be_lost, newest_of
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.transport.device_memory import DeviceMemory
@@ -40,6 +40,7 @@ from trainer_client.transport.journal import (
     LayoutBegun,
     Put,
     Registered,
+    Settled,
     SlabName,
     Value,
     apply,
@@ -792,6 +793,34 @@ class RankStore:
         # The callback does not refer to this object, so that a commit under way does not keep a forgotten engine.
         vote.call.add_done_callback(partial(_note_commit, self._attachments, step))
         return PendingCommit(self._attachments, vote, self._recorder)
+
+    def wait_until_committed(self, step: int, check: Callable[[], None]) -> None:
+        """Wait, on a thread beside the training, until the store has committed a step; see Attachments."""
+        self._attachments.wait_until_acknowledged(step, check)
+
+    def settle_step(self, step: int) -> None:
+        """Tell the store that every rank of the job, on every node, has committed a step, so that readers may have it.
+
+        A thread beside the training calls this. If the daemon is lost meanwhile, this rank tells the next one when it
+        attaches to that, and the training thread gets the error.
+
+        Raises:
+            StoreError: the store refuses the call.
+        """
+        settled = Settled(step=step)
+        with self._attachments.changed:
+            at = self._attachments.current
+            self._attachments.journal.settled = settled
+        try:
+            settled.make(at)
+        except StoreError as error:
+            if not may_be_lost(error):
+                raise
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The capabilities of the daemon, by the names of paramserver/contract/capabilities.py."""
+        return frozenset(self._attachments.current.session.welcome.capabilities)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """Request the counters of the store's tiers since the daemon's start. It does not wait.

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from paramserver.contract.answered import epoch_of
+from paramserver.contract.capabilities import CAPABILITIES
 from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
@@ -109,7 +110,8 @@ class Session:
         self.is_pressed = False
         self._closing = threading.Event()
         self._welcome = pb.SessionResponse.Welcome()
-        self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client, registers_arena=registers_arena))
+        hello = pb.SessionRequest.Hello(client=client, registers_arena=registers_arena, capabilities=CAPABILITIES)
+        self._stream = _Stream(stub, hello)
         self._thread = threading.Thread(target=carried(self._run), name="paramserver-session", daemon=True)
         self._thread.start()
         with self._changed:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from paramserver import vocabulary
+from paramserver.contract.capabilities import CAPABILITIES
 from paramserver.contract.channel import channel_to
 from paramserver.contract.sockets import system_path
 from paramserver.rpc import convert
@@ -45,6 +46,7 @@ class Client:
         silent: bool = False,
         registers_arena: bool = False,
         channel: grpc.Channel | None = None,
+        capabilities: Sequence[str] = CAPABILITIES,
     ) -> None:
         self.channel = channel or channel_to(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
@@ -52,7 +54,7 @@ class Client:
         self.notices: list[str] = []
         self.ended = threading.Event()
         self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        hello = pb.SessionRequest.Hello(client=name, registers_arena=registers_arena)
+        hello = pb.SessionRequest.Hello(client=name, registers_arena=registers_arena, capabilities=capabilities)
         self._outgoing.put(pb.SessionRequest(hello=hello))
         # The call waits for a connection, because the first attempt may time out on a busy machine.
         self._stream = self.store.Session(iter(self._outgoing.get, None), wait_for_ready=True)

@@ -32,6 +32,9 @@ class AttachedAgain:
         assert former is self.current
         raise error
 
+    def acknowledge(self, step: int) -> None:
+        self.journal.acknowledge(step)
+
 
 @pytest.fixture
 def voted(tmp_path: Path) -> Iterator[tuple[Journal, PendingCommit]]:
