@@ -34,7 +34,7 @@ from paramserver.contract.open_files import raise_limit
 from paramserver.contract.optimizer_threads import by_default
 from paramserver.contract.otlp import DISABLED_VARIABLE, OtlpError, SpanSender, is_disabled
 from paramserver.contract.sockets import grpc_target
-from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
+from paramserver.dataplane.arena_socket import ArenaSocket
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.lending import Lending
 from paramserver.dataplane.read_write import Streams
@@ -54,6 +54,7 @@ from paramserver.process.background import repeat
 from paramserver.process.descriptors import connections_of_a_listener
 from paramserver.process.loop_watch import LoopWatch, StallLog
 from paramserver.process.manager import tell_manager
+from paramserver.process.socket_file import SocketFile, clear_socket
 from paramserver.rpc.checked_server import CheckedServer, NoteCall
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Gate
@@ -269,7 +270,7 @@ async def _serve(
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
     checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
-    _listen(server, config, credentials)
+    _listen(server, config, credentials, cleanup)
     await _start(server, config.health_listen, health_service, cleanup)
     try:
         await _tell_started(health_service)
@@ -284,7 +285,6 @@ async def _serve(
         session_service.announce_stop()
         lending.close()
         await server.stop(STOP_GRACE_SECONDS)
-        config.socket_path.unlink(missing_ok=True)
 
 
 def _make_sessions(
@@ -384,10 +384,17 @@ def _audit_logs(config: DaemonConfig) -> tuple[AuditLog, AuditLog]:
     return of_operators, of_jobs
 
 
-def _listen(server: grpc.aio.Server, config: DaemonConfig, credentials: grpc.ServerCredentials | None) -> None:
-    """Bind the server to the socket, and to the TCP address if there is one."""
-    _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")
-    config.socket_path.chmod(0o600)
+def _listen(
+    server: grpc.aio.Server,
+    config: DaemonConfig,
+    credentials: grpc.ServerCredentials | None,
+    cleanup: contextlib.AsyncExitStack,
+) -> None:
+    """Bind the server to the socket, whose file `cleanup` removes, and to the TCP address if there is one."""
+    file = SocketFile(config.socket_path)
+    _bind(server, grpc_target(file.bound_at), f"socket {file.path}")
+    cleanup.callback(file.remove)
+    file.publish()
     if config.listen is not None:
         _bind(server, config.listen, f"listen address {config.listen}", credentials)
         _tell_who_is_trusted(config)

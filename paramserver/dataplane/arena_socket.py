@@ -16,7 +16,7 @@ from pathlib import Path
 from paramserver.contract.sockets import system_path
 from paramserver.errors import StartError
 from paramserver.process.background import repeat
-from storage.errors import ConflictError
+from paramserver.process.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 
@@ -25,53 +25,41 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
 
 
-def clear_socket(path: Path) -> None:
-    """Remove the socket that a killed daemon left at `path`, if there is one.
-
-    Raises:
-        ConflictError: another process listens on the socket.
-        StartError: `path` exists and is not a socket.
-    """
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise StartError(f"cannot listen on socket {path}: it exists and is no socket; correct `socket` (--socket)")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(system_path(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise ConflictError(f"socket {path} is in use by another daemon; set `socket` (--socket) to another path")
-
-
 class ArenaSocket:
-    """A listening socket at `path`, which must be free. It sends each client one byte with the descriptor `fd`."""
+    """A listening socket at `path`. It sends each client one byte with the descriptor `fd`."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self._path = path
+        """Listen at `path`, which `clear_socket` has found free.
+
+        Raises:
+            StartError: there can be no socket at `path`.
+        """
+        self._file = SocketFile(path)
         self._fd = fd
         # The users that were refused, so that the log has one line for each.
         self._refused: set[int] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(system_path(path))
+            self._listener.bind(system_path(self._file.bound_at))
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+            self._file.publish()
         except OSError as error:
             self._listener.close()
             raise StartError(
                 f"cannot listen on socket {path}: {error.strerror}; correct `socket` (--socket)"
             ) from error
-        path.chmod(0o600)
-        self._listener.listen(128)
-        self._listener.setblocking(False)
+        except StartError:
+            self._listener.close()
+            raise
         self._task = asyncio.ensure_future(self._serve())
 
     async def close(self) -> None:
-        """Stop listening, and remove the socket."""
+        """Remove the socket, and stop listening."""
+        self._file.remove()
         self._task.cancel()
         await asyncio.wait([self._task])
         self._listener.close()
-        self._path.unlink(missing_ok=True)
 
     async def _serve(self) -> None:
         await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)

@@ -280,6 +280,19 @@ def test_a_state_directory_that_cannot_be_written_is_named() -> None:
     assert ended.returncode == 1 and "/sys/kernel/lock" in ended.stderr and "Traceback" not in ended.stderr
 
 
+def test_a_daemon_that_stops_leaves_the_sockets_of_another_one_that_is_at_its_path(tmp_path: Path) -> None:
+    """An operator may move or remove the directory of a daemon that runs, and start another daemon there."""
+    with Daemon(tmp_path / "state") as former:
+        (tmp_path / "state").rename(tmp_path / "away")
+        with Daemon(tmp_path / "state") as latter:
+            assert former.stop() == 0
+            assert latter.is_serving()
+            # The rank maps the arena, whose descriptor comes through the second socket.
+            Rank(latter.address, Layout()).begin().close()
+            assert latter.stop() == 0
+    assert [path.name for path in (tmp_path / "state").iterdir() if path.is_socket()] == []
+
+
 def test_a_socket_in_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ended = run_serve(
         *("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--socket", str(tmp_path / "no" / "s.sock"))
