@@ -17,6 +17,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
@@ -49,7 +50,8 @@ _MAX_THREAD_NAME_BYTES = 15
 def create_shared_memory(name: str, size: int) -> int:
     """Create an anonymous shared-memory file and return its descriptor.
 
-    All `size` bytes are allocated at once, so no later access to a page can end in SIGBUS.
+    All `size` bytes are allocated at once, and the size is sealed (F_SEAL_SHRINK in man 2 fcntl), so no later access to
+    a page can end in SIGBUS, even if a process that has the descriptor calls ftruncate.
 
     Raises:
         DiskFullError: the machine does not have that much memory available.
@@ -57,13 +59,18 @@ def create_shared_memory(name: str, size: int) -> int:
     """
     _check_available(size)
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise DeviceError(
             f"host_budget: cannot create shared memory (memfd_create: {error.strerror}); "
             "allow this process to use it: a sandbox may forbid it"
         ) from error
     _allocate(fd, size, "the machine")
+    try:
+        _seal_size(fd)
+    except OSError as error:
+        os.close(fd)
+        raise DeviceError(f"host_budget: cannot seal the size of shared memory: {error.strerror}") from error
     return fd
 
 
@@ -186,6 +193,11 @@ def _allocate(fd: int, size: int, where: str) -> None:
         ) from error
 
 
+def _seal_size(fd: int) -> None:
+    """Make the size of a memfd final. No process that gets the descriptor can change it, or take the seals off."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
 def _file_system_of(directory: Path) -> str:
     """Return the type of the file system that holds a directory, such as "tmpfs"."""
     try:
@@ -201,6 +213,7 @@ def _file_system_of(directory: Path) -> str:
 def create_huge_shared_memory(name: str, size: int) -> int:
     """Create anonymous shared memory in huge pages that the administrator has reserved. Return its descriptor.
 
+    The size is sealed as that of `create_shared_memory` is.
     `size` must be a multiple of HUGE_PAGE_BYTES.
 
     Raises:
@@ -208,8 +221,9 @@ def create_huge_shared_memory(name: str, size: int) -> int:
     """
     fd = -1
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
         os.posix_fallocate(fd, 0, size)
+        _seal_size(fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -312,26 +326,73 @@ def available_memory() -> int:
     return min([available, *_left_in_cgroups()])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemoryGroups:
+    """Where a version of cgroups has the memory of a group: below `root`, in files of the directory of the group.
+
+    Attributes:
+        root: the directory of the hierarchy, within that of all cgroups.
+        controller: the name in the second field of /proc/self/cgroup, where version 2 has none.
+        limit, used: the files with the limit and with the bytes in use.
+        cache: the entries of `memory.stat` that have the bytes of cached files, with those of the groups below.
+    """
+
+    root: str
+    controller: str
+    limit: str
+    used: str
+    cache: tuple[str, str]
+
+
+# A host may have the one or the other, or both (systemd calls it hybrid): then version 1 has the memory.
+_MEMORY_GROUPS = (
+    _MemoryGroups(
+        root="",
+        controller="",
+        limit="memory.max",
+        used="memory.current",
+        cache=("active_file", "inactive_file"),
+    ),
+    _MemoryGroups(
+        root="memory",
+        controller="memory",
+        limit="memory.limit_in_bytes",
+        used="memory.usage_in_bytes",
+        cache=("total_active_file", "total_inactive_file"),
+    ),
+)
+
+
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes that each memory limit (cgroup v2) of this process's group and of its parents leaves."""
+    """Yield the bytes that each memory limit of this process's groups and of their parents leaves."""
     try:
-        own = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):
+        lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
+    except OSError:
         return
-    group = _CGROUPS / own.removeprefix("0::/")
+    for groups in _MEMORY_GROUPS:
+        for _, controllers, path in lines:
+            if groups.controller in controllers.split(","):
+                yield from _left_in_group(groups, path)
+
+
+def _left_in_group(groups: _MemoryGroups, path: str) -> Iterator[int]:
+    """Yield the bytes that the limits of a group and of its parents leave."""
+    root = _CGROUPS / groups.root
+    group = root / path.removeprefix("/")
     for directory in (group, *group.parents):
-        if not directory.is_relative_to(_CGROUPS):
+        if not directory.is_relative_to(root):
             return
         try:
-            limit = (directory / "memory.max").read_text().strip()
-            used = int((directory / "memory.current").read_text())
+            limit = (directory / groups.limit).read_text().strip()
+            used = int((directory / groups.used).read_text())
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except OSError:
-            # The root group has no limit, and a container does not see the groups that contain its own.
+            # The root group of version 2 has no limit, and a container does not see the groups that contain its own.
             continue
+        # Version 1 writes a number near 2^63 where there is no limit, which leaves more than any machine has.
         if limit != "max":
             # The kernel counts the cache of files as used, and drops it when memory is needed.
-            yield max(0, int(limit) - used + int(stat["active_file"]) + int(stat["inactive_file"]))
+            yield max(0, int(limit) - used + sum(int(stat[name]) for name in groups.cache))
 
 
 def make_directory(path: Path, option: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -194,6 +195,50 @@ def test_a_budget_is_held_against_the_tightest_limit_around_the_process(
     assert syscalls.available_memory() == 0
     with pytest.raises(DiskFullError, match="8192 bytes of shared memory are asked for and 0 are available"):
         Arena(2 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("lines", ["4:cpu,cpuacct:/other\n3:memory:/docker/x\n", "3:memory,blkio:/docker/x\n0::/x\n"])
+def test_limits_of_cgroups_of_version_1_count_as_well_on_hosts_that_have_both_or_only_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str
+) -> None:
+    meminfo, own, groups = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
+    for name, path in (("_MEMINFO", meminfo), ("_OWN_CGROUP", own), ("_CGROUPS", groups)):
+        monkeypatch.setattr(syscalls, name, path)
+    meminfo.write_text("MemAvailable:    8000 kB\n")
+    own.write_text(lines)
+
+    def limit(group: str, most: int, used: int, files: int = 0) -> None:
+        directory = groups / "memory" / group
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (directory / "memory.usage_in_bytes").write_text(f"{used}\n")
+        cached = f"total_active_file {files // 2}\ntotal_inactive_file {files // 2}\n"
+        (directory / "memory.stat").write_text(f"active_file 7\n{cached}")
+
+    no_limit = 9223372036854771712
+    limit("", no_limit, 4 * MIB)
+    limit("docker/x", no_limit, 1 * MIB)
+    assert syscalls.available_memory() == 8000 << 10
+    limit("docker", 6 * MIB, 3 * MIB, files=1 * MIB)
+    assert syscalls.available_memory() == 4 * MIB
+    # A container sees its own group as the root, and the path of the host.
+    own.write_text(lines.replace("/docker/x", "/not/seen"))
+    limit("", 3 * MIB, 1 * MIB)
+    assert syscalls.available_memory() == 2 * MIB
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_no_process_that_has_the_descriptor_can_change_the_size(huge_pages: bool) -> None:
+    """A daemon that touched a page beyond the end would be killed by SIGBUS."""
+    with arena_of(512, huge_pages=huge_pages) as arena:
+        descriptor = os.dup(arena.fd)
+        for size in (0, 2 * arena.size_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0)
+        os.close(descriptor)
+        assert os.fstat(arena.fd).st_size == arena.size_bytes
 
 
 def test_huge_pages_are_used_where_there_are_enough_and_else_missed_with_one_warning(
