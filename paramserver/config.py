@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from paramserver.contract.address import (
     socket_path,
 )
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
+from paramserver.contract.documents import parse_toml
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
 from paramserver.contract.places import Place
 from paramserver.contract.sizes import Size
@@ -392,10 +392,10 @@ def load_config(
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = parse_toml(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
     values |= _of_environment(environment or {})
     where = f" (file {path})" if path is not None else ""
@@ -433,8 +433,8 @@ def _inline_table(name: str, text: str, example: str) -> Mapping[str, Any]:
     """Return the table that a variable holds. It can raise ConfigError."""
     wanted = f"write an inline table of TOML, such as {example}"
     try:
-        values = tomllib.loads(f"table = {text}")
-    except tomllib.TOMLDecodeError as error:
+        values = parse_toml(f"table = {text}")
+    except ValueError as error:
         raise ConfigError(f"{name}: {wanted}; {text!r} is not: {error}") from error
     table = values.pop("table")
     if values or not isinstance(table, dict):

@@ -237,7 +237,7 @@ async def _read_label(directory: Path) -> dict[str, Any] | None:
             label = json.loads(await file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DeviceError(
             f"cannot read {directory / LABEL}: {error}; restore it, or choose another directory"
         ) from error

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from paramserver.contract.documents import parse_toml
 from paramserver.errors import ConfigError
 from paramserver.process.background import repeat
 from paramserver.security.files import fingerprint, replace_file, target_of
@@ -101,10 +101,10 @@ def read_entries(path: Path) -> list[Entry]:
         ConfigError: the file cannot be read, an entry is wrong, or a name or a token occurs twice.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"token_file: cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"token_file: {path} is not valid TOML: {error}") from error
     if unknown := content.keys() - {"token"}:
         raise ConfigError(f"token_file: {path} has the unknown key {min(unknown)!r}; it consists of [[token]] tables")

@@ -198,7 +198,7 @@ def errors(path: Path, *, opening: bool = False) -> Iterator[None]:
                 f"{_MAX_PATH_BYTES - len(os.fsencode(path.name)) - 1} bytes"
             ) from error
         raise DeviceError(f"{path}: {error}") from error
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         if not opening:
             raise
         raise DataLossError(f"{path} is damaged ({error!r}); {REMEDY}") from error

@@ -5,11 +5,11 @@ This module must never change a string of the file.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from paramserver.contract.documents import parse_json
 from trainer_client.errors import ConfigError
 
 # A string, or a comment in one of the three forms of Hjson, which DeepSpeed reads.
@@ -31,7 +31,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"config {path} is not text in UTF-8: {error}") from None
     try:
-        raw = json.loads(_plain_json(text), object_pairs_hook=_without_duplicates)
+        raw = parse_json(_plain_json(text), _without_duplicates)
     except ValueError as error:
         raise ConfigError(f"config {path} is not JSON: {error}") from None
     if not isinstance(raw, dict):

@@ -25,6 +25,7 @@ import torch
 import xxhash
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
+from paramserver.contract.documents import parse_json
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.copying.backup_files import BackupFiles, open_files
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StoredSlab, slabs_of
@@ -117,7 +118,7 @@ class _Manifest:
                 "remove this file, and the backup before it is the newest one"
             )
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             if (values["format"], values["version"]) != (_FORMAT, _VERSION):
                 raise BackupError(f"{place} is of version {values['version']}, and this program reads {_VERSION}")
             groups = [ParseDict(group, pb.DescribeStepResponse.StoredGroup()) for group in values["groups"]]
@@ -409,7 +410,7 @@ def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
             raise BackupError(f"{files.name} is no backup: it has no {_LABEL}")
         return
     try:
-        label = json.loads(files.read(_LABEL))
+        label = parse_json(files.read(_LABEL))
         found, version, owner = label["format"], label["version"], label["job"]
     except (ValueError, KeyError, TypeError) as error:
         raise BackupError(f"{files.name} is no backup, or a damaged one: {_LABEL} cannot be read ({error})") from None

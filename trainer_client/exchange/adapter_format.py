@@ -5,9 +5,9 @@ This module must never write a tensor of the base model, which `PeftModel.from_p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from paramserver.contract.documents import parse_json
 from paramserver.contract.printable import printable
 from trainer_client.errors import ConfigError, ExportError
 from trainer_client.exchange.destination import Destination
@@ -29,7 +29,10 @@ def adapter_tensors(model: StoredModel, tensors: Sequence[ModelTensor], adapter:
     if adapter not in model.adapters:
         names = ", ".join(map(repr, map(printable, model.adapters))) or "none"
         raise ConfigError(f"step {model.step} of job {model.job!r} has no adapter {adapter!r}; its adapters: {names}")
-    config = json.loads(model.adapters[adapter])
+    try:
+        config = parse_json(model.adapters[adapter])
+    except ValueError as error:
+        raise ExportError(f"the stored config of adapter {adapter!r} is no JSON: {error}") from None
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise ExportError(
             f"adapter {adapter!r} is of peft_type {config.get('peft_type')!r} with bias {config.get('bias')!r}; only "

@@ -5,7 +5,6 @@ This module owns the choice. It must never stop a daemon that it did not start.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.contract.address import ADDRESS_VARIABLE
+from paramserver.contract.documents import parse_toml
 from paramserver.contract.places import check_place
 from trainer_client.errors import ConfigError, StoreUnavailableError
 from trainer_client.run.local_daemon import SOCKET_NAME, LocalDaemon
@@ -116,9 +116,8 @@ def refuse_two(address: str | None, own: OwnDaemon | None, *, is_from_environmen
 def _read(path: Path) -> dict[str, Any]:
     """Return the keys of a daemon's configuration, which the daemon itself checks when it starts."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--daemon-config {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"--daemon-config {path} is not TOML: {error}") from None
