@@ -13,6 +13,9 @@ from torch import nn
 
 from trainer_client.errors import ConfigError
 
+# The name by which the module that torch.compile(module) returns has the module.
+_COMPILED = "_orig_mod"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParameter:
@@ -53,6 +56,12 @@ def list_parameters(model: nn.Module) -> list[ModelParameter]:
     """
     parameters = []
     for index, (fqn, tensor) in enumerate(model.named_parameters()):
+        if _COMPILED in fqn.split("."):
+            raise ConfigError(
+                f"parameter {fqn} is one of a module that torch.compile(...) has returned, under a name that the model "
+                "itself does not have, and the store would keep that name: pass the model itself to initialize(), and "
+                "compile it in place, by engine.compile(), or by compile() of each block"
+            )
         if not tensor.is_floating_point():
             raise ConfigError(f"parameter {fqn} has dtype {tensor.dtype}: only floating-point parameters are honoured")
         parameters.append(ModelParameter(index=index, fqn=fqn, tensor=tensor, shape=tensor.shape))

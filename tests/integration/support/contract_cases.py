@@ -404,3 +404,19 @@ def copy_model(loop: Loop) -> Iterator[Any]:
     yield copied.blocks[0].weight.detach().norm()
     loop.step()
     yield from loop.train(range(STEPS))
+
+
+# --- compiled models
+
+
+@row("passes `torch.compile(model)` to `initialize`")
+def compile_model(loop: Loop) -> Iterator[Any]:
+    loop.model = torch.compile(loop.model, backend="eager")
+    yield loop.backward()
+
+
+@row("calls `compile()` of each block before `initialize`")
+def compile_blocks(loop: Loop) -> Iterator[Any]:
+    for block in loop.model.blocks:
+        block.compile(backend="eager")
+    yield from loop.train(range(STEPS))
