@@ -9,6 +9,7 @@ hooks.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -577,12 +578,18 @@ class Engine(EngineMemory):
         self._closed = True
         at_exit.unregister(self)
         self._remains.close_no_more()
+        was_interrupted = _is_interrupted()
         self._store.stop_reattaching()
         self._hooks.stop_watching_gradients()
         self._refusals.allow_changes()
         try:
             with self._resources:
                 self._commits.wait()
+        except KeyboardInterrupt:
+            # The first Ctrl-C has ended the program already, so the second one only ends a wait of its end.
+            if not was_interrupted:
+                raise
+            log.warning("paramserver: interrupted again, so the engine does not wait; committed steps are in the store")
         finally:
             if not self._is_sharded:
                 self._leave_model(self._hooks.leave_model)
@@ -641,6 +648,11 @@ class Engine(EngineMemory):
 
         self._reporter.end_step(self.global_steps, line)
         self._log_context.step = self.global_steps + 1
+
+
+def _is_interrupted() -> bool:
+    """Return whether Ctrl-C is ending the program: its error is being handled, or no handler has caught it."""
+    return isinstance(sys.exception() or getattr(sys, "last_value", None), KeyboardInterrupt)
 
 
 def _require_limit(what: str, limit: float) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
+import trainer_client
 from paramserver.server import STOP_GRACE_SECONDS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -170,6 +173,38 @@ def test_a_state_directory_that_a_job_cannot_write_to_is_named(tmp_path: Path) -
         LocalDaemonError, match=rf"in {tmp_path} \(Is a directory: {tmp_path}/daemon.log\): let this user"
     ):
         LocalDaemon(tmp_path, ["--state-dir", str(tmp_path)], restarts=False)
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_the_daemon_and_leaves_the_error_of_the_first_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"state_dir": str(tmp_path / "state"), "host_budget": "32MiB"}
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": "AdamW"}, "paramserver": section}
+    engine, *_ = trainer_client.initialize(model=torch.nn.Linear(1, 1), config=config)
+    daemon, main = int((tmp_path / "state" / "lock").read_text()), threading.main_thread().ident
+    assert main is not None
+    is_closed = threading.Event()
+
+    def press_again() -> None:
+        while not is_closed.wait(1.0):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    presses = threading.Thread(target=press_again)
+    # A daemon that is stopped neither answers nor ends, so each wait lasts until it is interrupted.
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="the first") as caught, engine:
+            presses.start()
+            raise KeyboardInterrupt("the first")
+        is_closed.set()
+        assert caught.value.__context__ is None
+        assert "interrupted again, so the engine does not wait" in caplog.text
+    finally:
+        is_closed.set()
+        os.kill(daemon, signal.SIGCONT)
+        presses.join()
+    # Its standard input was closed, so it ends by itself.
+    wait_until(lambda: not Path(f"/proc/{daemon}").exists())
 
 
 def test_sigterm_waits_for_the_commit_that_a_rank_has_voted_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A process that trains may fork: workers of its loader print nothing, and a child that uses the engine gets an error."""
+"""A process that trains may fork: its loader prints nothing, and a child that uses the engine gets an error."""
 
 from __future__ import annotations
 

@@ -264,9 +264,11 @@ class LocalDaemon:
         """
         with self._starting:
             self._stopping = True
-        if self._process.poll() is None:
-            self._wait_for_peers()
-        self._close_stdin(self._process)
+        try:
+            if self._process.poll() is None:
+                self._wait_for_peers()
+        finally:
+            self._close_stdin(self._process)
         for signal_it in (self._process.terminate, self._process.kill):
             try:
                 self._process.wait(_STOP_SECONDS)
