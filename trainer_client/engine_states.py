@@ -491,7 +491,8 @@ class EngineStates(EngineCore):
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
         self._run_state.restore_extra_states(state)
-        self._go_on_from(self._run_state.restore(state), state["user"])
+        keeps_settings = self._settings.paramserver.hyper_parameters == "stored"
+        self._go_on_from(self._run_state.restore(state, settings=keeps_settings), state["user"])
         self.resumed_step = self.global_steps
         self._commits.note_state(self._client_state())
 

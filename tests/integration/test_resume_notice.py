@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.elastic_run import Part, launch, train_part
+from tests.integration.support.equality import assert_equal
 from tests.integration.support.two_models import stderr_of_script, train_here
 from trainer_client.run import client_state
 
@@ -54,12 +56,14 @@ class Trainer:
 
     Attributes:
         job: name of the job.
-        line: the line of the last part; "" if it began a new job.
+        address: address of its daemon.
+        line: the line of the last part.
         optimizer: the optimizer of the last part.
     """
 
     def __init__(self, address: str, job: str, caplog: pytest.LogCaptureFixture) -> None:
         self.job = job
+        self.address = address
         self._section = {"address": address, "job": job}
         self._caplog = caplog
         self.line = ""
@@ -94,8 +98,8 @@ class Trainer:
                     engine.backward(engine(torch.ones(4, 4)).square().mean())
                     engine.step()
         lines = [record.getMessage() for record in self._caplog.records]
-        assert len(lines) <= 1, lines
-        self.line = "".join(lines)
+        assert len(lines) == 1, lines
+        self.line = lines[0]
 
 
 @pytest.fixture
@@ -149,13 +153,62 @@ def test_stored_hyper_parameters_count_and_every_resume_says_so(trainer: Trainer
         trainer.train(changed)
         assert (
             "The stored values count for: betas [0.9, 0.999] (today: [0.8, 0.999]); lr 0.01 (today: 0.5); "
-            "weight_decay 0.01 (today: 0.25). To change these, set them in optimizer.param_groups after initialize()."
+            'weight_decay 0.01 (today: 0.25). To change these, write "hyper_parameters": "config" into the section '
+            "paramserver, or set them in optimizer.param_groups after initialize()."
         ) in trainer.line
         assert "Today's" not in trainer.line
         assert trainer.optimizer is not None and trainer.optimizer.param_groups[0]["lr"] == 0.01
 
     trainer.train()
     assert trainer.line.endswith(UNCHANGED)
+
+
+def rate_of(trainer: Trainer) -> float:
+    assert trainer.optimizer is not None
+    return float(trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_todays_hyper_parameters_count_where_the_config_says_so(trainer: Trainer) -> None:
+    def train(rate: float, period: int, count_of: str) -> float:
+        config = {
+            "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+            "paramserver": {"hyper_parameters": count_of},
+        }
+        trainer.train(config, lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, period), steps=2)
+        return rate_of(trainer)
+
+    def cosine(rate: float, step: int, period: int) -> float:
+        return rate * (1 + math.cos(math.pi * step / period)) / 2
+
+    assert train(0.01, 100, "config") == pytest.approx(cosine(0.01, 2, 100))
+    for steps in (4, 6):
+        # The second start has nothing that differs from the first one, and goes on with the same settings.
+        assert train(0.04, 50, "config") == pytest.approx(cosine(0.04, steps, 50))
+    assert trainer.line.endswith(UNCHANGED)
+    assert train(0.02, 80, "config") == pytest.approx(cosine(0.02, 8, 80))
+    assert "Today's values count for: lr 0.02 (stored: 0.04); lr_scheduler T_max 80 (stored: 50)." in trainer.line
+    assert train(0.5, 10, "stored") == pytest.approx(cosine(0.02, 10, 80))
+    assert "The stored values count for: lr 0.02 (today: 0.5); lr_scheduler T_max 80 (today: 10)." in trainer.line
+
+
+def test_the_updates_after_a_change_of_the_rate_are_those_of_the_stored_moments(trainer: Trainer) -> None:
+    def plain() -> nn.Sequential:
+        model = build()
+        optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.01, fused=True)
+        for rate in (0.01, 0.01, 0.05, 0.05):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            model(torch.ones(4, 4)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    section = {"hyper_parameters": "config"}
+    trainer.train({"paramserver": section}, steps=2)
+    changed = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}}, "paramserver": section}
+    trainer.train(changed, steps=2)
+    with trainer_client.StoreClientSync.connect(trainer.address) as client, client.read(trainer.job) as reader:
+        stored = {name: reader.get(name) for name in plain().state_dict()}
+    assert_equal(stored, plain().state_dict())
 
 
 def test_the_groups_that_differ_are_named_by_their_numbers(trainer: Trainer) -> None:
@@ -193,11 +246,6 @@ def test_a_schedule_that_has_gone_on_is_no_difference_and_another_one_is(trainer
     train(lambda optimizer: LambdaLR(optimizer, lambda step: 1.0), rate=0.5)
     assert "lr 0.5 (stored: 0.01); lr_scheduler LambdaLR, from its beginning (stored: none)" in trainer.line
     assert trainer.optimizer is not None and trainer.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def rate_of(trainer: Trainer) -> float:
-    assert trainer.optimizer is not None
-    return float(trainer.optimizer.param_groups[0]["lr"])
 
 
 def test_a_schedule_of_another_class_has_the_stored_count_and_the_rate_of_today(trainer: Trainer) -> None:

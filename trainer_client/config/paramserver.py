@@ -246,6 +246,12 @@ class ParamserverSection(Section):
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="`never`: the job must be new; `must`: it must have a committed step"
     )
+    hyper_parameters: Literal["stored", "config"] = Field(
+        default="stored",
+        description="which learning rates, betas, weight decays and settings of a schedule count where a job goes on: "
+        "the `stored` ones, or those of the `config` and the optimizer of this start, with the stored count of steps: "
+        "[resume](resume.md#what-is-said-at-the-start)",
+    )
     initial_weights: Literal["exact", "rounded"] = Field(
         default="exact",
         description="what the fp32 master weights of a new job begin with: the `exact` values of the model, or these "

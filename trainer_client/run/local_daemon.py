@@ -56,7 +56,7 @@ _PREDECESSOR_SECONDS = 20.0
 # finishes a commit or a snapshot before it releases the lock.
 _ENDING_SECONDS = 120.0
 # The longest wait without a line of the log. A daemon with the default budget serves within it.
-_SILENT_SECONDS = 10.0
+_SILENT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0

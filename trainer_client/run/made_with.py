@@ -36,6 +36,7 @@ _LEFT_OUT = (
     "paramserver.job",
     "paramserver.peers",
     "paramserver.resume",
+    "paramserver.hyper_parameters",
     "paramserver.durability",
     "paramserver.data.",
     "paramserver.units.",

@@ -81,7 +81,7 @@ def resume_line(
     made_at = state["made_at"]
     age = "" if made_at is None else f", committed {_span(time.time() - made_at)} ago"
     others = "" if job.sharers == rank.collectives.world_size else ", and in the stores of the other nodes"
-    found = _Differences(user, made_with, state)
+    found = _Differences(user, made_with, state, keeps_settings=rank.settings.paramserver.hyper_parameters == "stored")
     found.compare(sizes, fresh=len(job.fresh))
     late = state.get("late_buffers") or []
     lost = (
@@ -100,7 +100,8 @@ def resume_line(
 class _Differences:
     """The differences between this run and a commit: those in which the stored value takes effect, and the others."""
 
-    def __init__(self, user: UserObjects, now: MadeWith, state: Mapping[str, Any]) -> None:
+    def __init__(self, user: UserObjects, now: MadeWith, state: Mapping[str, Any], *, keeps_settings: bool) -> None:
+        self._keeps_settings = keeps_settings
         self._user = user
         self._now = now
         self._state = state
@@ -114,7 +115,10 @@ class _Differences:
         if self._stored:
             sentences.append(f"The stored values count for: {'; '.join(self._stored)}.")
         if self._has_stored_settings:
-            sentences.append("To change these, set them in optimizer.param_groups after initialize().")
+            sentences.append(
+                'To change these, write "hyper_parameters": "config" into the section paramserver, or set them in '
+                "optimizer.param_groups after initialize()."
+            )
         if self._todays:
             sentences.append(f"Today's values count for: {'; '.join(self._todays)}.")
         if is_imported(self._state):
@@ -193,7 +197,7 @@ class _Differences:
             return
         where = "" if len(numbers) == len(self._now.groups) else f" of group {', '.join(map(str, numbers))}"
         begins = has_own_rates(self._now.lr_scheduler, self._then, self._state)
-        if self._state["optimizer"] is None or key == DECOUPLED or (key == "lr" and begins):
+        if not self._keeps_settings or self._state["optimizer"] is None or key == DECOUPLED or (key == "lr" and begins):
             self._note_todays(f"{key}{where}", stored, today)
         else:
             self._note_stored(f"{key}{where}", stored, today)
@@ -214,7 +218,8 @@ class _Differences:
             then, now = dict(_leaves(stored[1])), dict(_leaves(today[1]))
             for key in sorted(then.keys() & now.keys()):
                 if then[key] != now[key]:
-                    self._note_stored(f"lr_scheduler {key}", then[key], now[key])
+                    note = self._note_stored if self._keeps_settings else self._note_todays
+                    note(f"lr_scheduler {key}", then[key], now[key])
 
     def _compare_data(self) -> None:
         stored, data = self._state["data"], self._user.data

@@ -204,7 +204,14 @@ class RunState:
         model = self._plain.to_commit()
         return {"model": model} if self._made_with is not None else {"model": None, "buffers": model["buffers"]}
 
-    def restore(self, state: Mapping[str, Any], *, optimizer: bool = True, lr_scheduler: bool = True) -> Progress:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        optimizer: bool = True,
+        lr_scheduler: bool = True,
+        settings: bool = True,
+    ) -> Progress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
         The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
@@ -215,6 +222,8 @@ class RunState:
         Args:
             optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
             lr_scheduler: whether the schedule is restored, too.
+            settings: False: the optimizer's groups and the schedule keep the settings of this run, and only the counts
+                of updates and of the schedule's steps are restored.
         """
         counters, own_counts = state["counters"], self._step.update_counts
         counts = state["update_counts"] if optimizer else own_counts
@@ -229,7 +238,7 @@ class RunState:
             self._scaler.load_state_dict(state["scaler"])
         rates_before = rates_of(self._optimizer.param_groups)
         # The entry is None if the commit was made with another optimizer.
-        are_settings_stored = optimizer and state["optimizer"] is not None
+        are_settings_stored = optimizer and settings and state["optimizer"] is not None
         if are_settings_stored:
             self._optimizer.load_settings(state["optimizer"])
         # An imported checkpoint may lack the schedule by which its groups have their rates, so these stay.
@@ -242,12 +251,14 @@ class RunState:
                 groups=self._optimizer.param_groups,
                 rates_before=rates_before,
                 keeps_settings=are_settings_stored,
+                takes_count_alone=not settings,
             )
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self._device)
         if self._made_with is not None:
-            self._made_with = self._made_with.going_on_from(state)
+            if settings:
+                self._made_with = self._made_with.going_on_from(state)
             self._made_with_text = self._made_with.encode()
         sizes = self._micro_batches.sizes
         micro_steps = counters["micro_steps"]

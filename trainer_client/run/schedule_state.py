@@ -33,6 +33,7 @@ def restore_schedule(
     groups: ParameterGroups,
     rates_before: Sequence[float],
     keeps_settings: bool,
+    takes_count_alone: bool = False,
 ) -> None:
     """Have a schedule go on from a stored state, and give the groups the rates that belong to its count of steps.
 
@@ -46,6 +47,7 @@ def restore_schedule(
         groups: the parameter groups of the optimizer.
         rates_before: their rates by the schedule as it is, which stored settings may have replaced.
         keeps_settings: whether the groups have their stored settings.
+        takes_count_alone: whether the schedule keeps its own parameters, as one of another class does.
 
     Raises:
         ConfigError: the schedule has made more steps than the stored one, and cannot go back.
@@ -59,7 +61,9 @@ def restore_schedule(
         scheduler.load_state_dict(dict(stored))
         if not keeps_settings and scheduler.last_batch_iteration >= 0:
             scheduler.step(scheduler.last_batch_iteration)
-    elif not _has_class(scheduler, stored, stored_class) and (count := _count_of(stored)) is not None:
+    elif (takes_count_alone or not _has_class(scheduler, stored, stored_class)) and (
+        count := _count_of(stored)
+    ) is not None:
         _set_rates(groups, rates_before)
         _go_to(scheduler, count)
     elif keeps_settings:
