@@ -247,24 +247,7 @@ class DaemonRestartedError(StoreUnavailableError):
 
 
 class ForkedChildError(StoreError):
-    """An engine or a client was used in a forked child of the process that made it.
-
-    Args:
-        parent: the id of that process.
-    """
-
-    def __init__(self, parent: int) -> None:
-        super().__init__(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            f"this process is a forked child of process {parent}, whose session with the store it does not have: use "
-            "the engine or the client there, for example before the worker is forked or in the loop that takes its "
-            "results; in this process, connect a StoreClient of its own",
-        )
-        self.parent = parent
-
-    def __reduce__(self) -> tuple[type[Self], tuple[int]]:
-        """Return how pickle makes this error again, because its arguments are not those of `Exception`."""
-        return type(self), (self.parent,)
+    """An engine or a client was used in a forked child of the process that made it."""
 
 
 class StoreTimeoutError(StoreError):

@@ -1,4 +1,4 @@
-"""A process that trains may fork: its loader prints nothing, and a child that uses the engine gets an error."""
+"""A process that trains may fork: a loader's workers print nothing, and a child that uses the engine gets an error."""
 
 from __future__ import annotations
 

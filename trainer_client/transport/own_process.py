@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+import grpc
+
 from trainer_client.errors import ForkedChildError
 
 
@@ -25,4 +27,9 @@ class OwnProcess:
     def check(self) -> None:
         """Raise ForkedChildError if the caller runs in a forked child of that process."""
         if not self.is_here:
-            raise ForkedChildError(self._pid)
+            raise ForkedChildError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this process is a forked child of process {self._pid}, whose session with the store it does not "
+                "have: use the engine or the client there, for example before the worker is forked or in the loop that "
+                "takes its results; in this process, connect a StoreClient of its own",
+            )

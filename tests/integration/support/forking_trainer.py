@@ -13,11 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import trainer_client
 
 NVME = {"device": "nvme"}
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Eight equal samples."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2)
 
 
 def met(action: Callable[[], object]) -> str:
@@ -57,7 +67,7 @@ def main(address: str) -> None:
     with engine, client:
         for _ in range(2):
             loader: DataLoader[torch.Tensor] = DataLoader(
-                [torch.ones(2)] * 8, batch_size=2, num_workers=2, multiprocessing_context="fork"
+                Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork"
             )
             for batch in loader:
                 engine.backward(engine(batch).sum())

@@ -26,7 +26,6 @@ ARGUMENTS: dict[type, tuple[object, ...]] = {
     errors.TrainerClientError: ("the message",),
     errors.ParameterUseError: ("fc.weight", "linear"),
     errors.StoreError: (grpc.StatusCode.NOT_FOUND, "no job"),
-    errors.ForkedChildError: (4711,),
 }
 
 
