@@ -19,7 +19,7 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts lenders resumes mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
+  fuzz readers restarts lenders resumes partial mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
   prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
   bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
   bench-overlap bench-remote bench-beside plots docs proto lock clean distclean
@@ -106,6 +106,10 @@ lenders: venv ## Kill, stop, empty and cut off the lenders of a training run N t
 resumes: N ?= 90
 resumes: venv ## Kill runs of models larger than memory N times, resume them and compare the bits (N=90 SEED=...)
 	$(BIN)/python -m tests.faults.resumes --kills $(N) $(if $(SEED),--seed $(SEED))
+
+partial: N ?= 100
+partial: venv ## Kill ranks and daemons of a job on two nodes N times and look for lost steps that were called safe (N=100 SEED=...)
+	$(BIN)/python -m tests.faults.partial --kills $(N) $(if $(SEED),--seed $(SEED))
 
 mutants: venv ## Leave out each wait of the copies beside computation, and look whether tests find it (ONLY=part of a name)
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \

@@ -15,13 +15,9 @@ run did not end, if a bit differs, or if a gradient, an activation or a lease is
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
-import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ import grpc
 import torch
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.faults.rounds import play_rounds
 from tests.integration.support.daemon import admin_of
 from tests.integration.support.large_cells import CHOICES, Store, large_run
 from tests.integration.support.parking import assert_nothing_left
@@ -37,7 +34,6 @@ from tests.integration.support.ranks import END_SECONDS, Launch
 from tests.integration.support.training import Result, assert_bit_equal
 
 MODULE = "tests.integration.support.training"
-KILLS_OF_ROUND = 10
 STEPS = 40
 KINDS = ("ranks", "rank", "daemon")
 # After the first commit of a launch, a kill comes within so many seconds: some ten steps of the small model.
@@ -141,30 +137,16 @@ class Round:
                 rank.kill()
 
 
+def play(number: int, directory: Path, rng: random.Random, most_kills: int) -> dict[str, Any]:
+    """Play a round with the next choice, and return the findings."""
+    choices = [name for name in CHOICES if name != "none"]
+    world_size = 1 + (number % len(choices) + number // len(choices)) % 2
+    return Round(directory, choices[number % len(choices)], world_size, rng).play(most_kills)
+
+
 def main() -> None:
     """Play the rounds, and print the report."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.resumes", description=__doc__)
-    parser.add_argument("--kills", type=int, default=KILLS_OF_ROUND)
-    parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
-    args = parser.parse_args()
-    seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    print(f"seed {seed}", file=sys.stderr)
-    choices = [name for name in CHOICES if name != "none"]
-    rounds: list[dict[str, Any]] = []
-    left = args.kills
-    with tempfile.TemporaryDirectory(prefix="resumes-") as temporary:
-        while left > 0:
-            number = len(rounds)
-            choice, rng = choices[number % len(choices)], random.Random(f"{seed} {number}")
-            world_size = 1 + (number % len(choices) + number // len(choices)) % 2
-            played = Round(Path(temporary) / str(number), choice, world_size, rng).play(min(KILLS_OF_ROUND, left))
-            rounds.append(played)
-            print(json.dumps(played), file=sys.stderr, flush=True)
-            left -= max(1, len(played["kills"]))
-    failed = [played for played in rounds if "error" in played]
-    total = Counter(kind for played in rounds for kind in played["kills"])
-    print(json.dumps({"seed": seed, "kills": total, "failed_rounds": len(failed), "rounds": rounds}, indent=2))
-    raise SystemExit(1 if failed or total.total() < args.kills else 0)
+    play_rounds("tests.faults.resumes", __doc__, play)
 
 
 if __name__ == "__main__":
