@@ -93,6 +93,8 @@ def backup(
     steps = ", ".join(map(str, result.steps))
     written = f"{decimal(result.written_bytes)} of {decimal(result.total_bytes)} written in {result.seconds:.1f} s"
     text = f"backed step {result.step} of job {job} up to {destination}: {written}; its steps are {steps}"
+    if result.repaired_slabs:
+        text += f"; {result.repaired_slabs} damaged files of former backups were written anew"
     _print(result, text, as_json=as_json)
 
 

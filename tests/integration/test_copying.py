@@ -25,6 +25,7 @@ from tests.integration.support.model_runs import config_of
 from tests.integration.support.store_client import Clients
 from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
+from tests.special_files import replace_with
 from tests.unit.storage.builders import Layout
 from trainer_client import StoreClientSync
 from trainer_client.copying.description import Progress
@@ -540,6 +541,10 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+def replaced_by_a_pipe(path: Path) -> None:
+    replace_with(path, "pipe")
+
+
 def flip_in_a_manifest(backup: Path) -> None:
     flip_a_byte(max((backup / "steps").iterdir()))
 
@@ -587,6 +592,28 @@ def test_a_backup_beside_a_damaged_one_is_refused_before_anything_is_written(
     # A damaged backup that would not be kept anyway does not matter.
     made = admin_json("backup", job, str(backup), "--keep-last", "1", "--address", stores.first.address)
     assert made["steps"] == [1]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [flip_a_byte, lambda path: path.write_bytes(b"short"), lambda path: path.unlink(), replaced_by_a_pipe],
+    ids=["flipped", "cut", "missing", "a pipe"],
+)
+def test_a_damaged_file_is_not_taken_over_and_the_next_backup_makes_all_of_them_whole(
+    stores: Stores, backed_up: Backup, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    job, backup = backed_up.job, backed_up.copy_to(tmp_path)
+    harm(shard_files(backup)[-1])
+    for number in ("0", "1"):
+        admin("restore", job, str(backup), "--step", number, "--address", stores.second.address, code=1)
+    made = admin_json("backup", job, str(backup), "--address", stores.first.address)
+    assert (made["written_slabs"], made["repaired_slabs"]) == (1, 1)
+    again = admin_json("backup", job, str(backup), "--address", stores.first.address)
+    assert (again["written_slabs"], again["repaired_slabs"]) == (0, 0)
+    for step, values in enumerate((tensors(0), tensors(0) | {"small.0": tensors(0)["small.0"] + 1})):
+        admin("restore", job, str(backup), "--step", str(step), "--address", stores.second.address)
+        assert_step(stores.second.address, job, step, values)
+    admin("delete-job", job, "--yes", "--address", stores.second.address)
 
 
 def test_a_backup_is_of_one_job_and_only_in_its_own_directory(

@@ -7,8 +7,10 @@ DEST/shards/NAME              the compact form of one slab, or a client state
 ```
 
 A manifest names each slab's file with its size and its digest. A second backup writes the slabs that have changed, and
-names the files of the first one for the others. Nothing is written into a file that a manifest names. This module must
-never take a directory for a backup that is none, and must never give out bytes that are not those of their digest.
+names the files of the first one for the others, once it has read and verified them. Where such a file is damaged, the
+slab has the right bytes, so it is written anew, under the same name, for all backups that name it. Otherwise nothing is
+written into a file that a manifest names. This module must never take a directory for a backup that is none, and must
+never give out bytes that are not those of their digest.
 """
 
 from __future__ import annotations
@@ -159,6 +161,8 @@ class BackupResult:
         total_bytes: the bytes of the whole step.
         written_bytes: the bytes that were written; the backup had the others already.
         written_slabs: the number of slabs (kinds of groups) that were written.
+        repaired_slabs: how many of them had not changed, and were damaged or missing in the backup. The former backups
+            that share them are whole again, too.
         steps: the steps that the backup has now, oldest backup first.
         seconds: the duration of the backup.
     """
@@ -169,6 +173,7 @@ class BackupResult:
     total_bytes: int
     written_bytes: int
     written_slabs: int
+    repaired_slabs: int
     steps: list[int]
     seconds: float
 
@@ -225,16 +230,18 @@ class _Writing:
         latest = _read(self._files, former[-1]) if former else None
         # These manifests are read before anything is written, so that a damaged one leaves the backup as it is.
         kept = self._kept(former, keep_last)
-        slabs = {} if latest is None else self._unchanged(latest)
+        unchanged = {} if latest is None else self._unchanged(latest)
+        slabs = {key: stored for key, stored in unchanged.items() if self._is_whole(stored)}
         same_bytes = sum(stored.size_bytes for stored in slabs.values())
-        self._report(same_bytes)
         written = [
             slab
             for slab in self._step.slabs.values()
             if slab.version is not None and slab.size_bytes and slab.key not in slabs
         ]
+        repaired = unchanged.keys() - slabs.keys()
         for slab, parts in self._source.read(written):
-            slabs[slab.key] = self._write(part.numpy().data for part in parts)
+            name = unchanged[slab.key].file if slab.key in repaired else None
+            slabs[slab.key] = self._write((part.numpy().data for part in parts), name=name)
         manifest = _Manifest(
             number=1 if latest is None else latest.number + 1,
             step=self._step,
@@ -254,6 +261,7 @@ class _Writing:
             total_bytes=self._step.size_bytes,
             written_bytes=self._step.size_bytes - same_bytes,
             written_slabs=len(written),
+            repaired_slabs=len(repaired),
             steps=[_step_of(name) for name in _manifests(self._files)],
             seconds=time.monotonic() - self._began,
         )
@@ -262,16 +270,12 @@ class _Writing:
         """Return the file of each slab that has not changed since the latest step of the backup."""
         if not self._step.has_groups_of(latest.step):
             return {}
-        sizes = self._files.sizes(_SHARDS)
         # Only slabs with the same version number can be unchanged. After a roll-back equal numbers may name other
         # bytes, so their digests are compared.
         candidates = [
             slab
             for key, slab in self._step.slabs.items()
-            if key in latest.slabs
-            and slab.version is not None
-            and slab.version == latest.step.slabs[key].version
-            and sizes.get(latest.slabs[key].file) == slab.size_bytes
+            if key in latest.slabs and slab.version is not None and slab.version == latest.step.slabs[key].version
         ]
         digests = self._source.digests(candidates)
         return {
@@ -280,9 +284,20 @@ class _Writing:
             if digest.hex() == latest.slabs[slab.key].digest
         }
 
-    def _write(self, parts: Iterator[memoryview] | list[memoryview], *, count: bool = True) -> _StoredBytes:
-        """Write the bytes into a new file, and return the file's record."""
-        name, digest, size = secrets.token_hex(16), xxhash.xxh3_128(), 0
+    def _is_whole(self, stored: _StoredBytes) -> bool:
+        """Return whether the bytes of a file are those that were written."""
+        try:
+            for part in _parts(self._files, stored, ""):
+                self._report(part.numel())
+        except BackupError:
+            return False
+        return True
+
+    def _write(
+        self, parts: Iterator[memoryview] | list[memoryview], *, name: str | None = None, count: bool = True
+    ) -> _StoredBytes:
+        """Write the bytes into a new file, or in the place of that of a name, and return the file's record."""
+        name, digest, size = name or secrets.token_hex(16), xxhash.xxh3_128(), 0
 
         def counted() -> Iterator[memoryview]:
             nonlocal size
@@ -349,7 +364,9 @@ class BackupStep:
             parameters=described.parameters,
             slabs=described.slabs,
             client_states={
-                rank: b"".join(bytes(part.numpy().data) for part in self._parts(stored, f"rank {rank}'s client state"))
+                rank: b"".join(
+                    bytes(part.numpy().data) for part in _parts(self._files, stored, f"rank {rank}'s client state")
+                )
                 for rank, stored in self._manifest.states.items()
             },
         )
@@ -378,23 +395,24 @@ class BackupStep:
         """Yield slabs with their parts; see StepSource."""
         for slab in slabs:
             what = f"{slab.group.name!r}, kind {pb.Kind.Name(slab.kind)}"
-            yield slab, self._parts(self._manifest.slabs[slab.key], what) if slab.size_bytes else iter(())
+            yield slab, _parts(self._files, self._manifest.slabs[slab.key], what) if slab.size_bytes else iter(())
 
-    def _parts(self, stored: _StoredBytes, what: str) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a file, in parts. Raise BackupError at its end if they do not match its digest."""
-        digest, size = xxhash.xxh3_128(), 0
-        with self._files.open(f"{_SHARDS}/{stored.file}") as file:
-            while part := file.read(min(PART_BYTES, stored.size_bytes - size)):
-                digest.update(part)
-                size += len(part)
-                if size == stored.size_bytes and digest.hexdigest() != stored.digest:
-                    break
-                yield torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        if size != stored.size_bytes or digest.hexdigest() != stored.digest:
-            raise BackupError(
-                f"the backup {self.name} is damaged: the bytes of {what} in {_SHARDS}/{stored.file} are not those that "
-                "were written"
-            )
+
+def _parts(files: BackupFiles, stored: _StoredBytes, what: str) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a file, in parts. Raise BackupError at its end if they do not match its digest."""
+    digest, size = xxhash.xxh3_128(), 0
+    with files.open(f"{_SHARDS}/{stored.file}") as file:
+        while part := file.read(min(PART_BYTES, stored.size_bytes - size)):
+            digest.update(part)
+            size += len(part)
+            if size == stored.size_bytes and digest.hexdigest() != stored.digest:
+                break
+            yield torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    if size != stored.size_bytes or digest.hexdigest() != stored.digest:
+        raise BackupError(
+            f"the backup {files.name} is damaged: the bytes of {what} in {_SHARDS}/{stored.file} are not those that "
+            "were written"
+        )
 
 
 def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
