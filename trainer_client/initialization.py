@@ -54,6 +54,7 @@ from trainer_client.run.context import RankContext, Resources, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.job import Job
+from trainer_client.run.job_choice import choose_job, naming_its_jobs
 from trainer_client.run.job_place import JobPlace
 from trainer_client.run.node_store import find_store, join_processes
 from trainer_client.run.run_state import Scheduler
@@ -224,9 +225,8 @@ def initialize(
             log.info("%s", _describe_scheduler(lr_scheduler, settings.scheduler))
             _log_config(settings, batch)
         loader = _make_loader(training_data, batch, settings, collectives, collate_fn)
-        # A former engine is closed when this one shares the process group and the daemon with it, so that these stay.
         store_address = find_store(settings, collectives, local_rank, resources.apart)
-        take_over(former_engines)
+        settings = _choose_job(former_engines, settings, *store_address, collectives, resources.apart)
         store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
@@ -286,14 +286,15 @@ def initialize_with_rates_of_script(
     Arguments, return value and errors are those of `initialize`.
     """
     rates = [] if optimizer is None else rates_of(optimizer.param_groups)
-    engine, store_optimizer, loader, scheduler = initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        dist_init_required=dist_init_required,
-        config=config,
-    )
+    with naming_its_jobs():
+        engine, store_optimizer, loader, scheduler = initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=dist_init_required,
+            config=config,
+        )
     if engine.lr_scheduler is None:
         restore_rates(store_optimizer.param_groups, rates, is_loud=engine.global_rank == 0)
     return engine, store_optimizer, loader, scheduler
@@ -499,6 +500,23 @@ def _declare(
             ],
         },
     )
+
+
+def _choose_job(
+    former_engines: Sequence[Engine],
+    settings: TrainingConfig,
+    address: str,
+    credentials: Credentials,
+    collectives: Collectives,
+    resources: ExitStack,
+) -> TrainingConfig:
+    """Take the model over from its former engines, and return the settings with the job of the new one.
+
+    The new engine shares the process group and the daemon with the former ones by now, so that these stay. All ranks
+    must call this.
+    """
+    take_over(former_engines)
+    return choose_job(settings, address, credentials, collectives, resources)
 
 
 def _connect(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +135,66 @@ def test_a_forked_child_ends_nothing_of_its_parents_engines(tmp_path: Path) -> N
     assert os.waitpid(child, 0)[1] == 0
     step(engine)
     engine.close()
+
+
+@pytest.fixture
+def deepspeed() -> Iterator[Any]:
+    """This library under the name `deepspeed`, as a program gets it that imports that."""
+    before = list(sys.meta_path)
+    import_module("trainer_client.as_deepspeed").install()
+    yield import_module("deepspeed")
+    sys.meta_path[:] = before
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def values_of(engine: Any) -> list[bytes]:
+    return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
+
+
+def test_two_engines_without_a_name_train_at_once_and_get_no_values_of_each_other(tmp_path: Path) -> None:
+    """An actor and a critic of equal shapes, in a loop of one's own; the next start makes them in another order."""
+    config = config_of(str(tmp_path / "state"), 2) | TRAINED
+    for order in ((1, 2), (2, 1)):
+        engines = [trainer_client.initialize(model=build(seed), config=config)[0] for seed in order]
+        for engine, seed in zip(engines, order, strict=True):
+            assert values_of(engine) == [value.numpy().tobytes() for value in build(seed).state_dict().values()]
+            assert engine.global_steps == 0
+            step(engine)
+        for engine in engines:
+            engine.close()
+
+
+def test_a_program_that_imports_deepspeed_begins_anew_unless_it_is_told_to_go_on(
+    tmp_path: Path, deepspeed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    initial = [value.numpy().tobytes() for value in build().state_dict().values()]
+
+    def start(steps: int, **section: Any) -> tuple[int, list[bytes]]:
+        """Return where a start begins; then train, and end as the Trainer does, without closing the engine."""
+        engine: Any = deepspeed.initialize(model=build(), config=config_of(state, 2, **section) | TRAINED)[0]
+        begun = engine.global_steps, values_of(engine)
+        for _ in range(steps):
+            step(engine)
+        engine.wait_for_commit()
+        trained.append(values_of(engine))
+        return begun
+
+    state, trained = str(tmp_path / "state"), list[list[bytes]]()
+    # The daemon stays for all starts.
+    share = share_daemon(load_config(config_of(state), {}))
+    try:
+        assert start(4) == (0, initial)
+        # Ten starts that crash lose no step.
+        for _ in range(10):
+            collect_forgotten()
+            assert start(0) == (0, initial)
+        collect_forgotten()
+        assert "job 'deepspeed' has step 4, and this engine begins anew, as job 'deepspeed-2" in caplog.text
+        assert 'write "paramserver": {"job": "deepspeed", "resume": "auto"}' in caplog.text
+        assert start(2, job="deepspeed", resume="auto") == (4, trained[0])
+        collect_forgotten()
+        assert start(1, resume="must") == (6, trained[-2])
+    finally:
+        collect_forgotten()
+        share.leave()

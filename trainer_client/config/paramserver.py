@@ -243,8 +243,11 @@ class ParamserverSection(Section):
     )
     host_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(1 << 30), description='bytes, or `"512MiB"`')
     nvme_budget: Annotated[Size, Agreement.NODE] = Field(default=ByteSize(64 << 30), description='bytes, or `"1TiB"`')
-    resume: Literal["auto", "never", "must"] = Field(
-        default="auto", description="`never`: the job must be new; `must`: it must have a committed step"
+    resume: Literal["auto", "never", "must", "anew"] = Field(
+        default="auto",
+        description="`never`: the job must be new; `must`: it must have a committed step; `anew`: begin in a new job "
+        "beside it; where it is left out, programs that import `deepspeed` begin anew: "
+        "[resume](resume.md#which-job-a-start-has)",
     )
     hyper_parameters: Literal["stored", "config"] = Field(
         default="stored",
