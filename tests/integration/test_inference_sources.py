@@ -84,8 +84,11 @@ def test_a_model_has_one_engine_at_a_time(model_store: str, job: str) -> None:
             )
         with pytest.raises(ConfigError, match="one engine at a time"):
             trainer_client.init_inference(model, paramserver={"address": model_store, "job": two})
-    with opened(model_of(2), config_for(model_store, two)):
-        pass
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    trainer_client.initialize(model=model_of(2), config=config_for(model_store, f"{two}.trained") | optimizer)[
+        0
+    ].close()
+    two = f"{two}.trained"
     # After the end of its engine a model may have the weights of another job, or of a later step.
     with opened(model, config_for(model_store, two)) as engine:
         expected = model_of(2)
@@ -185,14 +188,15 @@ def test_a_process_that_a_launcher_has_numbered_puts_the_model_into_the_store(
 
 
 def test_a_process_goes_on_where_another_one_has_ended_without_a_commit(
-    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+    model_store: str, job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
+    save_file(model_of().state_dict(), tmp_path / "model.safetensors")
     specs = {"weight": TensorSpec(shape=(4,), dtype=torch.float32)}
     outputs: list[torch.Tensor] = []
 
     def run() -> None:
-        with opened(model_of(), config_for(model_store, job)) as engine:
+        with opened(model_of(), config_for(model_store, job), weights=tmp_path) as engine:
             outputs.append(output_of(engine))
 
     with StoreClientSync.connect(model_store) as client:

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import trainer_client
+from tests.integration.support.daemon import Daemon
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.several_engines import TRAINED, build, config_of, step
 from tests.integration.support.waiting import wait_until
 from trainer_client import at_exit
 from trainer_client.config.loading import load_config
-from trainer_client.errors import LocalDaemonError
+from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.local_daemon import LOCK_NAME, local_address
 from trainer_client.run.shared_daemon import share_daemon
@@ -198,3 +199,59 @@ def test_a_program_that_imports_deepspeed_begins_anew_unless_it_is_told_to_go_on
     finally:
         collect_forgotten()
         share.leave()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a daemon that is served beside the programs."""
+    config = {"host_budget": "128MiB", "nvme_budget": "1GiB"}
+    with Daemon(tmp_path_factory.mktemp("served") / "state", config) as daemon:
+        yield daemon.address
+
+
+def of_seed(seed: int) -> list[bytes]:
+    return [value.numpy().tobytes() for value in build(seed).state_dict().values()]
+
+
+@pytest.mark.parametrize("first", ["policy", "reference"])
+def test_a_reference_beside_its_policy_keeps_its_own_values(store: str, job: str, first: str) -> None:
+    """Both are made from one config, which names a job, as trainers of preferences do it."""
+    config = config_of("", 3) | {"paramserver": {"address": store, "job": job}}
+
+    def begin(keys: dict[str, Any]) -> Any:
+        if first == "policy":
+            policy = trainer_client.initialize(model=build(1), config=config | keys | TRAINED)[0]
+            step(policy)
+        reference = trainer_client.initialize(model=build(2), config=config | keys)[0]
+        if first == "reference":
+            policy = trainer_client.initialize(model=build(1), config=config | keys | TRAINED)[0]
+        return policy, reference
+
+    policy, reference = begin({})
+    assert values_of(reference) == of_seed(2)
+    step(policy)
+    trained = values_of(policy)
+    assert reference.job != job and values_of(reference) == of_seed(2) and trained != of_seed(1)
+    whole = trainer_client.initialize(model=build(3), config=config | {"zero_optimization": {"stage": 0}})[0]
+    assert [value.numpy().tobytes() for value in whole.module.state_dict().values()] == of_seed(3)
+    asks = {"paramserver": {"address": store, "job": job, "inference": {}}}
+    policy.wait_for_commit()
+    with trainer_client.initialize(model=build(4), config=config | asks)[0] as asked:
+        assert (asked.job, values_of(asked)) == (job, trained)
+    for engine in (policy, reference):
+        engine.close()
+
+
+def test_a_policy_is_refused_beside_a_reference_that_has_its_values(store: str, job: str) -> None:
+    """A later start: the store has the job, and a script that only reads it looks the same at first."""
+    config = config_of("", 3) | {"paramserver": {"address": store, "job": job}}
+    with trainer_client.initialize(model=build(1), config=config | TRAINED)[0] as policy:
+        step(policy)
+        trained = values_of(policy)
+    with trainer_client.initialize(model=build(2), config=config)[0] as reader:
+        assert values_of(reader) == trained
+        with pytest.raises(
+            ConfigError, match=r"without an optimizer has the weights of job .*: make this engine before"
+        ):
+            trainer_client.initialize(model=build(1), config=config | TRAINED)
+    trainer_client.initialize(model=build(1), config=config | TRAINED)[0].close()

@@ -1,7 +1,8 @@
 """The name of the job that an engine for inference reads, also where the config names none.
 
 This module owns the names that follow from weights, so that processes with the same weights share a job. It must never
-let a model that has weights get those of a job which the user has not named.
+let a model that has weights get those of a job which the user has not named, nor those of a job that this process
+trains: a reference model is made from the config of its policy.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def choose_job(
     section: ParamserverSection,
     weights: str | Path | None,
     collectives: Collectives,
+    *,
+    is_a_references: bool,
+    is_there: bool,
 ) -> str:
     """Return the name of the job, the same on all ranks. All ranks must call this.
 
     It is the job that the config names. If the config names none, it is the one that a training run has by default for
     a model whose parameters are all on the meta device; and for weights in the model or in files, the name follows from
-    those that rank 0 has.
+    those that rank 0 has. The same holds beside a named job for a model with values, if the job is the policy's.
 
     Args:
         model: the model, as the user has passed it.
@@ -46,16 +50,23 @@ def choose_job(
         section: the section `paramserver` of the config.
         weights: the files with the weights, if there are any.
         collectives: the collectives of this rank.
+        is_a_references: whether an engine of this process trains the named job, or the program imports `deepspeed`.
+        is_there: whether this rank's store has a committed step of the named job.
 
     Raises:
         ConfigError: the config names no job, and it names a step of one, or a parameter has no values.
     """
+    keeps = is_a_references
     if "job" in section.model_fields_set:
-        return section.job
+        keeps = _keeps_its_values(
+            parameters, section, weights, collectives, is_a_references=is_a_references, is_there=is_there
+        )
+        if not keeps:
+            return section.job
     name, failure = "", None
     if collectives.rank == 0:
         try:
-            name = _choose(model, parameters, dtypes, section, weights)
+            name = _choose(model, parameters, dtypes, section, weights, keeps=keeps)
         except (ConfigError, OSError) as error:
             failure = error
     name = collectives.gather_bytes(name.encode(), "the name of the stored job")[0].decode()
@@ -64,14 +75,52 @@ def choose_job(
     return name
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter has values, or `zero.Init` has recorded how they are made."""
+    return not isinstance(tensor, ReleasedParameter) and (not tensor.is_meta or bool(recipe_of(tensor)))
+
+
+def _keeps_its_values(
+    parameters: Sequence[ModelParameter],
+    section: ParamserverSection,
+    weights: str | Path | None,
+    collectives: Collectives,
+    *,
+    is_a_references: bool,
+    is_there: bool,
+) -> bool:
+    """Return whether a model keeps the values that it has, although the config names a job. All ranks must call this.
+
+    So it is for the reference model of a policy, and where no store has the job yet: a policy that is made later may
+    have it. `paramserver.inference` in the config asks for the stored weights in any case.
+    """
+    lacks_values = weights is not None or not all(has_values(p.tensor) for p in parameters)
+    asks = "inference" in section.model_fields_set
+    lacks, trains, found = collectives.any_rank([lacks_values or asks, is_a_references, is_there])
+    if lacks or not (trains or not found):
+        if collectives.rank == 0 and found:
+            log.info("the model gets the weights of job %r, which paramserver.job names", section.job)
+        return False
+    if collectives.rank == 0:
+        log.warning(
+            "the model of this engine, which has no optimizer, keeps its own values, and not those of job %r, which "
+            "%s: to have these, write paramserver.inference into the config, or build the model on the meta device",
+            *(section.job, "is the policy's" if trains else "the store does not have"),
+        )
+    return True
+
+
 def _choose(
     model: nn.Module,
     parameters: Sequence[ModelParameter],
     dtypes: Sequence[torch.dtype],
     section: ParamserverSection,
     weights: str | Path | None,
+    *,
+    keeps: bool,
 ) -> str:
-    if weights is None and all(parameter.tensor.is_meta for parameter in parameters):
+    are_recorded = keeps and all(recipe_of(parameter.tensor) for parameter in parameters)
+    if weights is None and not are_recorded and all(parameter.tensor.is_meta for parameter in parameters):
         # A model of zero.Init has values that it would have got, so the user may have meant these.
         level = logging.WARNING if any(recipe_of(parameter.tensor) for parameter in parameters) else logging.INFO
         log.log(
@@ -87,7 +136,7 @@ def _choose(
             "paramserver.job"
         )
     name = _name_of(model, parameters, dtypes, weights)
-    log.info("the config has no paramserver.job, so the weights that were passed are job %r", name)
+    log.info("the weights that were passed are job %r", name)
     return name
 
 

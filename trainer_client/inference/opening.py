@@ -23,7 +23,7 @@ from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
-from trainer_client.inference.job_name import choose_job
+from trainer_client.inference.job_name import choose_job, has_values
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.stored_job import newest_step, put
 from trainer_client.inference.units import check_fit, divide
@@ -37,6 +37,7 @@ from trainer_client.model.unit_policy import UnitPolicy
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.context import Resources
 from trainer_client.run.extra_states import ExtraStates
+from trainer_client.run.job_choice import is_of_training, note_stored_values
 from trainer_client.run.node_store import choose_device, find_store, join_processes
 from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -118,7 +119,19 @@ def open_engine(
         resources.callback(client.close)
         policy_of_dtypes = PrecisionPolicy.of(settings)
         dtypes = [policy_of_dtypes.dtype_of(parameter) for parameter in parameters]
-        job = choose_job(model, parameters, dtypes, settings.paramserver, initial.weights, collectives)
+        section = settings.paramserver
+        job = choose_job(
+            model,
+            parameters,
+            dtypes,
+            section,
+            initial.weights,
+            collectives,
+            is_a_references=is_of_training(address, section.job),
+            is_there=newest_step(client, section.job) is not None,
+        )
+        if job == section.job and "inference" not in section.model_fields_set and all(map(_has_values, parameters)):
+            note_stored_values(address, job, resources)
         weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
         everything.callback(weights.close)
         units = divide(model, parameters, weights.tensors, policy)
@@ -131,6 +144,10 @@ def open_engine(
         sizes = _sizes(settings, collectives.world_size)
         given_back = Resources(all=everything, apart=resources)
         return InferenceEngine(model, parts, settings, sizes, collectives, local_rank, given_back)
+
+
+def _has_values(parameter: ModelParameter) -> bool:
+    return has_values(parameter.tensor)
 
 
 def _sizes(settings: TrainingConfig, world_size: int) -> BatchSizes:
@@ -155,6 +172,9 @@ def _read(
     """Return the step of the job that is meant, put it into the store first if it is missing, and fill the buffers."""
     section = settings.paramserver
     is_there = newest_step(client, job) is not None
+    if job != section.job:
+        # The key is about the job that the config names, which is another engine's.
+        section = section.model_copy(update={"resume": "auto"})
     if section.resume == "must" and not is_there:
         raise ConfigError(f"paramserver.resume is 'must', and the store has no committed step of job {job!r}")
     if section.resume == "never" and is_there:

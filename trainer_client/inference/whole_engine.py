@@ -6,6 +6,7 @@ model's place and dtype. It must never start a daemon, and never change a weight
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,8 +30,7 @@ from trainer_client.run.node_store import join_processes
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
 
-# The keys of the section `paramserver` that name the stored job and step with a model's weights.
-_STORED_WEIGHTS = ("job", "inference")
+log = logging.getLogger(__name__)
 
 
 class WholeEngine(EngineGetters):
@@ -146,12 +146,17 @@ def open_whole_engine(
         ConfigError: a parameter has no values, the ranks built the model differently, the config has no batch size, or
             it names weights in a store.
     """
-    named = [key for key in _STORED_WEIGHTS if key in settings.paramserver.model_fields_set]
-    if named:
-        stage = settings.zero_optimization.stage
+    stage = settings.zero_optimization.stage
+    if "inference" in settings.paramserver.model_fields_set:
         raise ConfigError(
-            f"paramserver.{named[0]} names weights in a store, which zero_optimization.stage {stage} without an "
+            f"paramserver.inference names weights in a store, which zero_optimization.stage {stage} without an "
             "optimizer does not use: set zero_optimization.stage 3 to compute with them, or remove the key"
+        )
+    if "job" in settings.paramserver.model_fields_set:
+        log.warning(
+            "the model of this engine, which has no optimizer, keeps its own values: zero_optimization.stage %d has no "
+            "weights of job %r in a store; set stage 3 to compute with these",
+            *(stage, settings.paramserver.job),
         )
     with ExitStack() as resources:
         local_rank, device = join_processes(settings, *processes, resources)

@@ -107,14 +107,26 @@ class Choice:
     why: str = ""
 
 
-# The jobs of the open engines of this process, and all jobs that it has trained, with the store's address.
+# The jobs of the open engines of this process, with the store's address.
 _open: list[tuple[str, str]] = []
-_trained: set[tuple[str, str]] = set()
+# The jobs whose weights open engines without an optimizer have, although their models had values of their own.
+_given: list[tuple[str, str]] = []
 
 
-def is_trained_here(address: str, job: str) -> bool:
-    """Return whether an engine of this process trains a job of the store at `address`, or has trained it."""
-    return (address, job) in _trained
+def is_of_training(address: str, job: str) -> bool:
+    """Return whether a config that names a job means the training of it, also for an engine that trains nothing.
+
+    That is so if an open engine of this process trains the job of the store at `address`, and in programs that import
+    `deepspeed`, which make all their engines of one config.
+    """
+    return (address, job) in _open or _present_loop() is Loop.DEEPSPEED
+
+
+def note_stored_values(address: str, job: str, resources: ExitStack) -> None:
+    """Take note that a model which had values has got those of a stored job instead, until `resources` is closed."""
+    entry = (address, job)
+    _given.append(entry)
+    resources.callback(_given.remove, entry)
 
 
 def choose_job(
@@ -143,7 +155,9 @@ def choose_job(
     if collectives.rank == 0:
         try:
             taken = [job for place, job in _open if place == address]
-            made = asdict(choose(wish, _stored_steps(address, credentials), taken, _new_name(wish.base)))
+            choice = choose(wish, _stored_steps(address, credentials), taken, _new_name(wish.base))
+            _require_no_reference(address, choice.job)
+            made = asdict(choice)
         except TrainerClientError as error:
             failure = error
     text = collectives.gather_bytes(json.dumps(made).encode(), "the choice of the job")[0]
@@ -162,9 +176,21 @@ def choose_job(
     entry = (address, choice.job)
     _open.append(entry)
     resources.callback(_open.remove, entry)
-    _trained.update({entry, (address, section.job)})
     update = {"job": choice.job, "resume": choice.resume}
     return settings.model_copy(update={"paramserver": section.model_copy(update=update)})
+
+
+def _require_no_reference(address: str, job: str) -> None:
+    """Raise ConfigError if an engine without an optimizer that was made before has the weights of a job to train.
+
+    It is a reference model that was made from the config of this policy, and has lost its own values.
+    """
+    if (address, job) in _given:
+        raise ConfigError(
+            f"an open engine without an optimizer has the weights of job {job!r}, which this engine is about to train: "
+            "make this engine before that one, whose model keeps its own values then; or write paramserver.inference "
+            "into the config of that one, if it is meant to have the weights of the job"
+        )
 
 
 def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: str) -> Choice:
