@@ -19,7 +19,7 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts lenders resumes partial mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
+  fuzz readers restarts pause lenders resumes partial mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
   prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
   bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
   bench-overlap bench-remote bench-beside plots docs proto lock clean distclean
@@ -98,6 +98,10 @@ readers: venv ## Open N readers of a daemon while it commits, and check that not
 restarts: N ?= 10
 restarts: venv ## Kill the daemon of a run of two ranks N times and compare the bits (N=10 SEED=...)
 	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
+
+pause: N ?= 9
+pause: venv ## Stop daemons and trainers of a run N times, wake them and compare the bits (N=9 SEED=...)
+	$(BIN)/python -m tests.faults.pauses --pauses $(N) $(if $(SEED),--seed $(SEED))
 
 lenders: N ?= 200
 lenders: venv ## Kill, stop, empty and cut off the lenders of a training run N times and compare the bits (root; N=200 SEED=...)

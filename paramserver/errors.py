@@ -22,6 +22,13 @@ class UnknownSessionError(NotFoundError):
         self.epoch = epoch
 
 
+class StaleCallError(StorageError):
+    """The request belongs to an earlier connection of its session, and arrives late.
+
+    The answer has no mark of the daemon, so to a client the call was lost with that connection.
+    """
+
+
 class LateError(StorageError):
     """The deadline of the call is about to pass; the message says what the call waits for."""
 

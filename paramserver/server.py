@@ -61,7 +61,7 @@ from paramserver.security.gate import Gate
 from paramserver.security.quotas import Quotas
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
-from paramserver.services.access import Access, OnSession
+from paramserver.services.access import Access, OnSession, answer_once
 from paramserver.services.audit import Audit
 from paramserver.services.configuration import Configuration
 from paramserver.services.operations import AdminParts
@@ -247,7 +247,7 @@ async def _serve(
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     view = StoreView(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir)
     note_call = _serve_metrics(config, engine, sessions, view, watch, events, gate, cleanup)
-    checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call)
+    checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call, answer_once)
     checked.add(
         STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, lending, access, quotas, traces)
     )

@@ -24,6 +24,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,7 +38,7 @@ from storage.tiers.base import round_up
 from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.waiting import unlogged
+from storage.waiting import Alarm, unlogged
 
 log = logging.getLogger(__name__)
 
@@ -556,7 +557,7 @@ class Gradients:
         self._serve_activations()
         if not request.granted.done():
             self._host.announce_shortage()
-        deadline = loop.call_at(self._host.deadline(), self._refuse, request)
+        deadline = Alarm(self._host.deadline(), partial(self._refuse, request))
         try:
             return await request.granted
         except asyncio.CancelledError:

@@ -1,12 +1,48 @@
-"""Waiting for work that cannot be cancelled, because it uses memory or extents until its end."""
+"""Waiting: for work that cannot be cancelled, because it uses memory or extents until its end, and until a deadline.
+
+No deadline of this module passes because the event loop itself stood still.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
+
+# If a timer of the event loop fires later than this, the loop stood still: the process was stopped, had no CPU, or had
+# its memory on a disk.
+LATE_SECONDS = 1.0
+
+
+class Alarm:
+    """A call at a time of the event loop, which does not count time in which the loop stood still.
+
+    If the loop comes to it late, what would make it needless may have happened meanwhile without the loop's knowledge.
+    So it is put off once more by the time by which it is late.
+
+    Args:
+        at: the time of the event loop.
+        act: the function to call.
+    """
+
+    def __init__(self, at: float, act: Callable[[], None]) -> None:
+        self._act = act
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_at(at, self._ring, at)
+
+    def cancel(self) -> None:
+        """Do not call the function any more; idempotent."""
+        self._handle.cancel()
+
+    def _ring(self, due: float) -> None:
+        now = self._loop.time()
+        if now - due > LATE_SECONDS:
+            again = now + (now - due)
+            self._handle = self._loop.call_at(again, self._ring, again)
+        else:
+            self._act()
 
 
 async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:

@@ -23,7 +23,7 @@ from paramserver.page.steps import Step, StepLog
 from paramserver.process.background import run_on_loop
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.services.store_view import StoreView
-from paramserver.sessions.session import SessionState
+from paramserver.sessions.session_state import SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb

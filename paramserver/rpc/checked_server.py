@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,9 @@ NoteCall = Callable[[str, grpc.StatusCode, float, bool], None]
 # A function that calls a method with those of these arguments that the method takes: the request, the result of Admit,
 # and the context.
 _Invoke = Callable[[Any, Any, Context], Any]
+# A function that makes a call of a session, unless the call is the repetition of one that was made, and returns the
+# answer. It gets the session, the context, and a function that makes the call.
+AnswerOnce = Callable[[Any, Context, Callable[[], Coroutine[Any, Any, Any]]], Awaitable[Any]]
 
 # The right that a caller must have before its request is received, where the request tells whether it has the right.
 _BEFORE_REQUEST = {Right.SESSION: Right.TOKEN}
@@ -62,6 +65,7 @@ class CheckedServer:
         admission: Callable[[Right], Admit],
         describe_waits: Callable[[], str],
         note_call: NoteCall | None = None,
+        answer_once: AnswerOnce | None = None,
     ) -> None:
         """Wrap a server that has not been started yet.
 
@@ -70,11 +74,13 @@ class CheckedServer:
             admission: returns the check of a right.
             describe_waits: returns a text that says what requests wait for now, for clients whose deadline is near.
             note_call: counts calls that have ended; None: they are not counted.
+            answer_once: makes the calls of sessions that have one answer; None: each request is a call of its own.
         """
         self._server = server
         self._admission = admission
         self._describe_waits = describe_waits
         self._note_call = note_call
+        self._answer_once = answer_once
 
     def add(self, service: ServiceDescriptor, servicer: object, *, library_right: Right | None = None) -> None:
         """Add a service to the server.
@@ -119,8 +125,10 @@ class CheckedServer:
         if rpc.server_streaming:
             behaviour = self._noted(rpc.name, _streaming(rpc.name, enter, method, invoke))
             return grpc.stream_stream_rpc_method_handler(behaviour, response_serializer=serialize)
-        behaviour = self._noted(rpc.name, _unary(rpc.name, enter, invoke, self._describe_waits), is_stream=False)
-        return grpc.stream_unary_rpc_method_handler(behaviour, response_serializer=serialize)
+        answer_once = self._answer_once if declared.right is Right.SESSION else None
+        behaviour = _unary(rpc.name, enter, invoke, self._describe_waits, answer_once)
+        noted = self._noted(rpc.name, behaviour, is_stream=False)
+        return grpc.stream_unary_rpc_method_handler(noted, response_serializer=serialize)
 
     def _noted(self, name: str, behaviour: Callable[..., Any], *, is_stream: bool = True) -> Callable[..., Any]:
         """Return the behaviour of a method, with a note of each call at its end."""
@@ -190,13 +198,19 @@ def _entering(parse: Callable[[bytes], Any], admit_before: Admit, most_seconds: 
     return enter
 
 
-def _unary(name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[], str]) -> Callable[..., Any]:
+def _unary(
+    name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[], str], answer_once: AnswerOnce | None
+) -> Callable[..., Any]:
     async def call(requests: Any, context: Context) -> Any:
         async with answering_errors(context, name):
             request, caller = await enter(requests, context)
-            try:
+
+            async def work() -> Any:
                 async with answering_in_time(context, describe_waits):
                     return await invoke(request, caller, context)
+
+            try:
+                return await (work() if answer_once is None else answer_once(caller, context, work))
             except NotImplementedError:
                 # The health service's package declares methods that it does not implement. They answer with this.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have that method")

@@ -17,10 +17,16 @@ import grpc.aio
 
 from paramserver.contract.answered import ANSWERED, OTHER_MODEL, with_epoch
 from paramserver.contract.printable import printable
-from paramserver.errors import LateError, TransferStalledError, UnavailableError, UnknownSessionError
+from paramserver.errors import (
+    LateError,
+    StaleCallError,
+    TransferStalledError,
+    UnavailableError,
+    UnknownSessionError,
+)
 from paramserver.security.gate import Context, RefusalLog, RefusedError
 from storage import errors
-from storage.waiting import unlogged
+from storage.waiting import Alarm, unlogged
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (LateError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StaleCallError, grpc.StatusCode.UNAVAILABLE),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
 
@@ -72,8 +79,10 @@ def _marks_of(error: errors.StorageError) -> tuple[tuple[str, str], ...]:
             return OTHER_MODEL
         case UnknownSessionError():
             return with_epoch(error.epoch)
-        case _:
+        case StaleCallError():
             return ()
+        case _:
+            return ANSWERED if status_code(error) is grpc.StatusCode.UNAVAILABLE else ()
 
 
 @asynccontextmanager
@@ -132,7 +141,7 @@ async def answering_in_time(context: Context, describe_waits: Callable[[], str])
 
     try:
         async with asyncio.timeout(None) as limit:
-            alarm = loop.call_later(allowed - min(ANSWER_SECONDS, allowed * ANSWER_SHARE), end)
+            alarm = Alarm(loop.time() + allowed - min(ANSWER_SECONDS, allowed * ANSWER_SHARE), end)
             try:
                 yield
             finally:
@@ -152,8 +161,6 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
 async def _abort(
     context: Context, code: grpc.StatusCode, text: str, marks: tuple[tuple[str, str], ...] = ()
 ) -> NoReturn:
-    if code is grpc.StatusCode.UNAVAILABLE:
-        marks = (*marks, *ANSWERED)
     text = printable(text)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."

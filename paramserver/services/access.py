@@ -6,9 +6,10 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from paramserver.contract.repeated_calls import KEY, CallMark
 from paramserver.rpc.checked_server import Admit
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Context, Gate, check_no_borrower, check_owner
@@ -16,6 +17,7 @@ from paramserver.security.principals import Principal
 from paramserver.sessions.log_context import note_in_logs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
+from storage.errors import InvalidRequestError
 
 OnSession = Callable[[Session, Context], None]
 
@@ -66,6 +68,19 @@ class Access:
 
     def _admit_admin(self, _: Any, context: Context) -> Principal:
         return self._gate.require_admin(context)
+
+
+async def answer_once(session: Session, context: Context, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Make a call of a session, unless it repeats one that was made; see sessions/answers.py. Return the answer.
+
+    Raises:
+        InvalidRequestError: the mark of the call is malformed.
+    """
+    try:
+        mark = CallMark.of(context.invocation_metadata())
+    except ValueError as error:
+        raise InvalidRequestError(f"the metadata {KEY} are malformed: {error}") from error
+    return await (work() if mark is None else session.answers.answer(mark, session.stream_number, work))
 
 
 def _admit_everyone(_: Any, __: Context) -> None:

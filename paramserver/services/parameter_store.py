@@ -89,6 +89,7 @@ class ParameterStore:
                 request.rank,
                 may_exist=request.resume != pb.RESUME_POLICY_NEVER,
                 must_exist=request.resume == pb.RESUME_POLICY_MUST,
+                comes_back=request.comes_back,
             )
         finally:
             self._opening[spec.name] -= 1

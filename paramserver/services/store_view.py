@@ -18,7 +18,8 @@ from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.replicas import Replica
-from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.session import Session
+from paramserver.sessions.session_state import SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import TIER_TO_WIRE

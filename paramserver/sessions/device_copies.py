@@ -10,7 +10,7 @@ import asyncio
 
 from paramserver.rpc import convert
 from paramserver.sessions.leases import DeviceLease
-from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import NotFoundError
@@ -40,7 +40,7 @@ class DeviceCopies:
         session.device.resize(size_bytes)
         while session.device is not None and not session.device.is_within_budget:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        if session.state is SessionState.ENDED:
+        if not session.state.has_leases:
             raise NotFoundError("the session ended while leases on its device's memory were waited for")
 
     def lease(

@@ -17,7 +17,7 @@ from paramserver.sessions.client_process import ClientProcesses
 from paramserver.sessions.device_copies import DeviceCopies, next_use_on_device
 from paramserver.sessions.host_quota import HostQuota, lease_bytes
 from paramserver.sessions.leases import DeviceLease, Lease, LeaseMode
-from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.session import Session
 from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
@@ -269,7 +269,7 @@ class Grants:
         try:
             if mode.is_for_writing and not self._maps_arena(session):
                 await self._engine.host.clear(lease.arena_range)
-            if session.state is SessionState.ENDED:
+            if not session.state.has_leases:
                 raise NotFoundError("the session ended while it waited for a lease; open a new one")
             if gradient is not None and group in session.exclusive:
                 raise ConflictError(f"{lease.what} was leased by another call of this session meanwhile")

@@ -24,6 +24,7 @@ from storage.errors import BudgetExceededError
 from storage.shard import Kind
 from storage.tiers.base import round_up
 from storage.versions import Job
+from storage.waiting import LATE_SECONDS
 
 # A waiting request looks again at this interval. Waking it would need a signal from every place that can make room, and
 # only the requests of jobs at their quota wait here.
@@ -117,8 +118,13 @@ class HostQuota:
         if self._has_room(scopes, needed, deadline):
             return
         looking = self._looking.setdefault(job.spec.name, asyncio.Lock())
+        loop = asyncio.get_running_loop()
         while True:
+            before = loop.time()
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            # The time in which the event loop stood still does not count.
+            if (late := loop.time() - before - LOOK_AGAIN_SECONDS) > LATE_SECONDS:
+                deadline += late
             async with looking:
                 began = time.thread_time()
                 if self._has_room(scopes, needed, deadline):

@@ -136,6 +136,11 @@ class Lease:
         return self.mode.is_for_writing and self.update is None and not parked
 
     @property
+    def is_read_by_update(self) -> bool:
+        """Whether the range is of a gradient that an update uses, or has used, which the client may still withdraw."""
+        return self.gradient is not None and self.update is not None and not self.gradient.is_parked
+
+    @property
     def exclusive_subject(self) -> Slab | str | None:
         """The slab, or the name of the gradient's group, on which a session may hold only one such lease.
 

@@ -16,7 +16,7 @@ This module owns those ranges. It must never free one while the process holds it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paramserver.sessions.client_process import ClientProcess
@@ -38,7 +38,7 @@ class Held:
     """
 
     slot: Slot
-    ranges: Sequence[ArenaRange]
+    ranges: list[ArenaRange]
     registers_arena: bool = False
     process: ClientProcess | None = None
     quiet_since: float | None = None
@@ -71,6 +71,13 @@ class Quarantine:
         """Keep an ended slot and its ranges until nothing that the client has begun can write to them any more."""
         self._held.append(held)
         self._look()
+
+    def hold_too(self, held: Held, range_: ArenaRange) -> None:
+        """Add a range to those of an ended slot, or free it if they are free by now."""
+        if held in self._held:
+            held.ranges.append(range_)
+        else:
+            self._host.free(range_)
 
     def close(self) -> None:
         """Stop looking, because the arena is about to be closed."""

@@ -194,9 +194,20 @@ class Runs(Generic[MemberT]):
             raise ConflictError(f"job {job!r} is being rolled back by an operator; try again")
 
     def enter(
-        self, member: MemberT, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool
+        self,
+        member: MemberT,
+        spec: JobSpec,
+        run_id: str,
+        rank: int,
+        *,
+        may_exist: bool,
+        must_exist: bool,
+        comes_back: bool = False,
     ) -> Run[MemberT]:
         """Add a rank to its run, and return the run. The first rank of a run opens the job.
+
+        A run that has lost all its ranks begins anew when one of them `comes_back`, from the newest commit. Any other
+        rank of such a run is a late one, which would wait without end for those that have gone.
 
         Raises:
             ConflictError: another run holds the job, or the rank is attached already, or as many ranks are attached as
@@ -207,7 +218,7 @@ class Runs(Generic[MemberT]):
         """
         self._check_not_closed(spec.name)
         run = self._runs.get(spec.name)
-        if run is None or (run.run_id != run_id and not run.ranks):
+        if run is None or (not run.ranks and (run.run_id != run_id or (comes_back and run.broken_by is not None))):
             # If the job cannot be opened, the call of each rank that waits for the job raises the error.
             goes_on = self._copies.enter(spec.name, run_id)
             self.replicas.forget(spec.name)

@@ -27,11 +27,13 @@ from paramserver.security.quotas import Quotas
 from paramserver.sessions.drain import Drain
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
-from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.session import Session
+from paramserver.sessions.session_state import SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, NotFoundError, StorageError
+from storage.waiting import LATE_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class SessionService:
         self._drain = drain
         self._board = NoticeBoard(engine)
         self._stopping = False
+        self._looked_at = asyncio.get_running_loop().time()
         self._looking = asyncio.ensure_future(repeat("a look at the tiers", LOOK_SECONDS, self._look))
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest], owner: Principal, context: Context) -> None:
@@ -90,11 +93,14 @@ class SessionService:
                 message.
             RefusedError: the session is another principal's, or the token is not valid any more.
         """
-        seconds = self._sessions.limits.heartbeat_timeout_seconds
+        seconds, loop = self._sessions.limits.heartbeat_timeout_seconds, asyncio.get_running_loop()
+        due = loop.time() + seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(due):
                 hello = await anext(aiter(requests), None)
         except TimeoutError:
+            if loop.time() - due > LATE_SECONDS:
+                raise UnavailableError("the store daemon stood still meanwhile; connect again") from None
             raise InvalidRequestError(f"a session must begin with hello; nothing came for {seconds:g} s") from None
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequestError("the first message of a session must be hello")
@@ -148,7 +154,7 @@ class SessionService:
         except NotFoundError as error:
             raise UnknownSessionError(str(error), self._welcome.epoch) from None
         check_owner(visitor.owner, session.owner)
-        self._sessions.take_up(session, visitor, stream)
+        self._sessions.take_up(session, visitor, stream, hello.stream_number)
         return session
 
     def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:
@@ -161,6 +167,13 @@ class SessionService:
         return welcome
 
     async def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        late, self._looked_at = now - self._looked_at - LOOK_SECONDS, now
+        if late > LATE_SECONDS:
+            text = f"the daemon stood still for {late:.1f} s: its clients have as long again to be heard"
+            log.warning("%s", text)
+            self._events.add(EventKind.DAEMON, "daemon", text)
+            self._sessions.stood_still(late)
         for notice in self._board.look():
             log.warning("%s", notice.text)
             kind = EventKind.BUDGET if notice.tier == pb.TIER_HOST else EventKind.TIER

@@ -7,16 +7,17 @@ must never call the engine.
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramserver.security.principals import Principal
+from paramserver.sessions.answers import Answers
 from paramserver.sessions.client_process import ClientProcess
 from paramserver.sessions.leases import DeviceLease, Lease
 from paramserver.sessions.runs import Run
 from paramserver.sessions.seats import Visitor
+from paramserver.sessions.session_state import SessionState, SessionVerb, following
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.errors import ConflictError, NotFoundError, StorageError
 from storage.reader import StepReader
@@ -34,19 +35,6 @@ class SessionStream(Protocol):
 
     def end(self, error: StorageError | None) -> None:
         """End the stream with the error's status, or with OK if there is no error."""
-
-
-class SessionState(enum.Enum):
-    """The three states in the life of a session."""
-
-    ATTACHED = enum.auto()
-    """The session's stream is open."""
-
-    DETACHED = enum.auto()
-    """The session's stream broke. The session keeps its leases and readers until the grace time is over."""
-
-    ENDED = enum.auto()
-    """The session has lost its leases and readers, and no call can use it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +57,9 @@ class Session:
     opened_at_unix_seconds: float = field(default_factory=time.time)
     state: SessionState = SessionState.ATTACHED
     timer: asyncio.TimerHandle | None = None
+    # The number of the present stream, which the client has given it; see Hello in parameter_store.proto.
+    stream_number: int = 0
+    answers: Answers = field(default_factory=Answers)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leases: dict[int, Lease] = field(default_factory=dict)
     # The leases of which the session may hold only one for each slab or gradient, by Lease.exclusive_subject.
@@ -92,6 +83,10 @@ class Session:
     def owner(self) -> Principal:
         """The principal that opened the session. No other principal may use it."""
         return self.visitor.owner
+
+    def enter(self, verb: SessionVerb) -> None:
+        """Enter the state that follows the present one by `verb`. Raise NotFoundError if there is none."""
+        self.state = following(self.state, verb)
 
     def heard(self) -> None:
         """Note that a message of the client has just come."""

@@ -21,8 +21,10 @@ import secrets
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from paramserver.errors import StaleCallError
 from paramserver.events import EventKind, EventLog
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
@@ -34,7 +36,8 @@ from paramserver.sessions.quarantine import Held, Quarantine
 from paramserver.sessions.replicas import Replicas
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
-from paramserver.sessions.session import Session, SessionState, SessionStream
+from paramserver.sessions.session import Session, SessionStream
+from paramserver.sessions.session_state import SessionState, SessionVerb
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.admission import Limit
 from storage.engine import Engine
@@ -45,13 +48,11 @@ from storage.slab import NEVER
 from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.versions import Job
+from storage.waiting import LATE_SECONDS
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_SESSION = "the session is unknown or has ended; open a new one"
-# If a timer fires later than this, the daemon itself did not run meanwhile. So the daemon first reads what the clients
-# have sent, before it ends a session for its silence.
-LATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class Sessions:
         self.is_stopping = False
         # The number of sessions that ended because the client was silent, or did not come back after its stream broke.
         self.lost = 0
+        # Until this time of the event loop, no session ends for its client's silence.
+        self._lenient_until = 0.0
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host, limits.late_copy_seconds)
         self._engine = engine
@@ -167,16 +170,28 @@ class Sessions:
         self._events.add(EventKind.SESSION, client, f"a session began, from {visitor.place}")
         return session
 
-    def take_up(self, session: Session, visitor: Visitor, stream: SessionStream) -> None:
+    def take_up(self, session: Session, visitor: Visitor, stream: SessionStream, number: int) -> None:
         """Attach a session to a new stream of its client.
 
         An older stream that still seems to be open is ended, because its connection may be dead without the daemon's
         knowledge.
+
+        Args:
+            session: the session.
+            visitor: its client.
+            stream: the new stream.
+            number: the number that the client has given the stream; 0: it gives none.
+
+        Raises:
+            StaleCallError: the session has had a later stream.
         """
+        if number and number <= session.stream_number:
+            raise StaleCallError("the session was taken up by a later stream")
         previous, session.stream, session.peer = session.stream, stream, visitor.peer
         if session.state is SessionState.ATTACHED:
             previous.end(ConflictError("another stream has taken this session up"))
-        session.state = SessionState.ATTACHED
+        session.enter(SessionVerb.TAKE_UP)
+        session.stream_number = number
         session.heard()
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         with logged_for(session):
@@ -189,7 +204,7 @@ class Sessions:
         If the client has already taken the session up with another stream, this has no effect.
         """
         if session.state is SessionState.ATTACHED and session.stream is stream:
-            session.state = SessionState.DETACHED
+            session.enter(SessionVerb.DETACH)
             self._expect(session, self.limits.grace_seconds)
             with logged_for(session):
                 log.info("stream of %s broke", session.client)
@@ -206,10 +221,11 @@ class Sessions:
         now = asyncio.get_running_loop().time()
         timeout = self.limits.heartbeat_timeout_seconds
         attached = session.state is SessionState.ATTACHED
-        if attached and now < session.heard_at + timeout:
-            self._expect(session, session.heard_at + timeout - now)
-        elif now - due > LATE_SECONDS:
-            self._expect(session, LATE_SECONDS)
+        if now - due > LATE_SECONDS:
+            self.stood_still(now - due)
+        patient_until = max(self._lenient_until, session.heard_at + timeout if attached else due)
+        if now < patient_until:
+            self._expect(session, patient_until - now)
         elif attached:
             self.lost += 1
             reason = f"no heartbeat for {timeout:g} s"
@@ -219,6 +235,15 @@ class Sessions:
             self.lost += 1
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
+    def stood_still(self, seconds: float) -> None:
+        """Take note that the event loop stood still until now, so that the daemon itself could not hear its clients.
+
+        For as long again, but no longer than for the heartbeat time-out, no session ends for its client's silence. The
+        daemon first reads what the clients have sent, and clients whose connection broke connect again.
+        """
+        again = min(seconds, self.limits.heartbeat_timeout_seconds)
+        self._lenient_until = max(self._lenient_until, asyncio.get_running_loop().time() + again)
+
     def end(self, session: Session, reason: str, *, is_closed: bool = False) -> None:
         """End a session: void its leases, remove its prefetch window, and abandon the unfinished step of its run.
 
@@ -226,7 +251,8 @@ class Sessions:
         """
         if session.state is SessionState.ENDED:
             return
-        session.state = SessionState.ENDED
+        session.enter(SessionVerb.END)
+        session.answers.close()
         session.ended.set()
         if session.timer is not None:
             session.timer.cancel()
@@ -298,8 +324,11 @@ class Sessions:
         *,
         may_exist: bool,
         must_exist: bool,
+        comes_back: bool = False,
     ) -> Job:
         """Make the session a rank of a run, and return the run's job, which the run's first rank opens.
+
+        `comes_back` says whether the rank was attached in the run before, and its session has ended.
 
         Raises:
             ConflictError: another run holds the job, the rank is taken, or the session has opened a job already.
@@ -310,19 +339,24 @@ class Sessions:
         if self._end_lost_copies(spec.name, run_id, "its client was lost, and a run opens its job"):
             await self._until_cleaned_up()
         await self._until_lost_run_ends(spec.name, run_id)
+        if comes_back and not self.attached(spec.name):
+            # The step that the run's former sessions have left is abandoned before the run begins it anew.
+            await self._until_cleaned_up()
         # Meanwhile the session may have ended, or opened a job with another call.
         self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
         # The ranks of a lost run have gone by now, and no other rank can come before this one has entered.
         self._quotas.of(spec.name).check_sessions(spec.name, self.attached(spec.name))
-        run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
+        run = self._runs.enter(
+            session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist, comes_back=comes_back
+        )
         session.run, session.rank = run, rank
         try:
             return await asyncio.shield(run.job)
         except BaseException:
             # A session that has ended meanwhile has already left the run.
-            if session.state is not SessionState.ENDED:
+            if session.state.has_leases:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
                 self._in_background(self._runs.clean_up(run))
@@ -435,15 +469,22 @@ class Sessions:
         # A parked gradient is not either, because the client has promised not to touch it.
         written = [lease for lease in leases if lease.is_written]
         held_back: list[ArenaRange] = []
+        used: list[Lease] = []
         if session.slot is not None:
             self._slots.end(session.slot)
             device_may_write = session.registers_arena and not self._slots.has_left(session.slot)
             if device_may_write or self._slots.is_held(session.slot):
-                leases = [lease for lease in leases if not lease.is_written]
+                used = [lease for lease in leases if lease.is_read_by_update]
+                leases = [lease for lease in leases if not (lease.is_written or lease.is_read_by_update)]
                 taken = map(self.grants.take_range, written)
                 held_back = [range_ for range_ in taken if range_ is not None]
-            self.quarantine.hold(Held(session.slot, held_back, session.registers_arena, session.process))
+            held = Held(session.slot, held_back, session.registers_arena, session.process)
+            self.quarantine.hold(held)
             session.process = None
+            # The client hands these gradients over again if it comes back. Their updates may still read them.
+            for lease in used:
+                assert lease.update is not None
+                lease.update.add_done_callback(partial(self._hold_back, held, lease))
         if held_back:
             log.warning(
                 "%d ranges that %s may still write to are held back until its process closes the arena or ends",
@@ -451,6 +492,11 @@ class Sessions:
                 session.client,
             )
         return leases
+
+    def _hold_back(self, held: Held, lease: Lease, _: asyncio.Task[None]) -> None:
+        """Put the range of a gradient into quarantine whose update has ended."""
+        if (range_ := self.grants.take_range(lease)) is not None:
+            self.quarantine.hold_too(held, range_)
 
     # These methods concern the readers of a session.
 
@@ -460,7 +506,7 @@ class Sessions:
         Raises:
             NotFoundError: the session has ended; the reader is closed then.
         """
-        if session.state is SessionState.ENDED:
+        if not session.state.has_leases:
             reader.close()
             raise NotFoundError("the session ended while it waited for a reader; open a new one")
         reader_id = next(self._reader_ids)

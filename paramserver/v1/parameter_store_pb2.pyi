@@ -103,16 +103,18 @@ class Durability(_message.Message):
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
     class Hello(_message.Message):
-        __slots__ = ("client", "session_id", "registers_arena", "capabilities")
+        __slots__ = ("client", "session_id", "registers_arena", "capabilities", "stream_number")
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         REGISTERS_ARENA_FIELD_NUMBER: _ClassVar[int]
         CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+        STREAM_NUMBER_FIELD_NUMBER: _ClassVar[int]
         client: str
         session_id: str
         registers_arena: bool
         capabilities: _containers.RepeatedScalarFieldContainer[str]
-        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ..., registers_arena: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+        stream_number: int
+        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ..., registers_arena: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., stream_number: _Optional[int] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
@@ -214,7 +216,7 @@ class Parameter(_message.Message):
     def __init__(self, fqn: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., trainable: _Optional[bool] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume", "layout")
+    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume", "layout", "comes_back")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +227,7 @@ class OpenJobRequest(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    COMES_BACK_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     run_id: str
@@ -235,7 +238,8 @@ class OpenJobRequest(_message.Message):
     durability: Durability
     resume: ResumePolicy
     layout: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ..., layout: _Optional[str] = ...) -> None: ...
+    comes_back: bool
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ..., layout: _Optional[str] = ..., comes_back: _Optional[bool] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
     __slots__ = ("committed", "layouts")

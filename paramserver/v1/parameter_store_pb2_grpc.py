@@ -198,6 +198,12 @@ class ParameterStoreServicer:
         A hello with the id of a session that the store does not have is answered NOT_FOUND, with the store's epoch as
         trailing metadata `paramserver-epoch`. If it is that of the session's welcome, the session has ended; if not, the
         store was restarted.
+
+        With the capability `repeated-calls`, a client may make the calls of a session again whose connection broke before
+        their answer: each call carries the metadata `paramserver-call`, "STREAM NUMBER ANSWERED", with the number of the
+        session's stream, the number of the call, which is another one for each call and the same one for its repetitions,
+        and the numbers of the calls whose answers have arrived since the last call, separated by commas. The store makes
+        each call once, and keeps its answer until it learns that the client has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

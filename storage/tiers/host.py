@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from storage.shard import DType, TierName
 from storage.slices import in_slices
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import BusyClock, TierCounters, round_up
+from storage.waiting import Alarm
 
 # A range is cleared in pieces of this size, each of which takes less than a tenth of a millisecond.
 _ZEROS = memoryview(bytes(256 << 10))
@@ -204,7 +206,7 @@ class HostTier:
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
         self.announce_shortage()
-        deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
+        deadline = Alarm(self.deadline() if until is None else until, partial(self._refuse, waiter))
         try:
             with self.waiting:
                 return await waiter.granted

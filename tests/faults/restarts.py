@@ -7,7 +7,6 @@ placement. Prints a report in JSON at the end; the exit status is 1 if a rank en
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.faults.moments import Moments, spread
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.outliving import differences, make_plan, outlive
 from tests.integration.support.outliving_run import Plan
@@ -37,56 +37,26 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-_COMMITTING = ("step", "after step")
-
-
 class Assassin:
-    """Kills or stops the daemon once in each of the given steps.
-
-    Every other kill comes at a random time of the step. The others come while a rank hands gradients over or commits,
-    because in small models that takes so little time that random kills would miss it.
-    """
+    """Kills or stops the daemon once in each of the given steps, at the moments of moments.py."""
 
     def __init__(self, plan: Plan, steps: list[int], rng: random.Random) -> None:
-        # For each kill, the step and the moment of each rank.
-        self.kills: list[list[str]] = []
-        self._files = [plan.progress_file(rank) for rank in range(RANKS)]
-        self._steps = sorted(steps)
-        self._rng = rng
-        self._seen: dict[int, float] = {}
-        self._due: float | None = None
+        self._moments = Moments(plan, RANKS, steps, rng)
+
+    @property
+    def kills(self) -> list[list[str]]:
+        """The step and the moment of each rank, for each kill."""
+        return self._moments.struck
 
     def __call__(self, daemon: Daemon, _: Launch) -> None:
-        """Read the progress of the ranks, and kill the daemon if it is time. This is called every few milliseconds."""
-        places = [self._place(file) for file in self._files]
-        step = min(step for step, _ in places)
-        now = time.monotonic()
-        self._seen.setdefault(step, now)
-        there = bool(self._steps) and step >= self._steps[0]
-        commits = any(moment in _COMMITTING for _, moment in places)
-        if there and self._due is None and len(self.kills) % 2 and commits:
-            self._due = now
-        elif there and self._due is None and len(self.kills) % 2 == 0:
-            # The median of all steps' durations is that of a step without a kill.
-            times = sorted(self._seen.values())
-            durations = [later - earlier for earlier, later in itertools.pairwise(times)]
-            self._due = now + self._rng.uniform(0.0, statistics.median(durations) if durations else 0.1)
-        if self._due is not None and now >= self._due:
-            # Every third time an operator stops the daemon in order. Then a commit that is under way is finished.
-            if len(self.kills) % 3 == 2:
-                daemon.stop()
-            else:
-                daemon.kill()
-            self.kills.append([f"step {step}: {moment}" for step, moment in places])
-            self._steps.pop(0)
-            self._due = None
-
-    @staticmethod
-    def _place(file: Path) -> tuple[int, str]:
-        """Return the step and the moment that a rank has reached."""
-        lines = file.read_text().splitlines() if file.exists() else []
-        step, _, moment = lines[-1].partition(" ") if lines else ("0", "", "starting")
-        return int(step), moment
+        """Kill the daemon if it is time. This is called every few milliseconds."""
+        if not self._moments.has_come():
+            return
+        # Every third time an operator stops the daemon in order. Then a commit that is under way is finished.
+        if len(self.kills) % 3 == 0:
+            daemon.stop()
+        else:
+            daemon.kill()
 
 
 def play(directory: Path, name: str, kills: int, rng: random.Random) -> dict[str, Any]:
@@ -95,9 +65,7 @@ def play(directory: Path, name: str, kills: int, rng: random.Random) -> dict[str
     steps = STEPS_PER_KILL * kills + 2
     whole = outlive(make_plan(directory / "whole", config, steps=steps), RANKS)
     plan = make_plan(directory / "killed", config, steps=steps)
-    # The chosen steps are never neighbours, so that the run has gone on before the next kill.
-    chosen = [1 + STEPS_PER_KILL * index + rng.randrange(STEPS_PER_KILL - 1) for index in range(kills)]
-    assassin = Assassin(plan, chosen, rng)
+    assassin = Assassin(plan, spread(kills, STEPS_PER_KILL, rng), rng)
     began = time.monotonic()
     found: dict[str, Any] = {"config": name, "steps": steps, "kills": assassin.kills}
     try:

@@ -61,7 +61,7 @@ from trainer_client.step.boundary_notes import BoundaryNotes
 from trainer_client.step.recall_depth import MOST_LEAVING, RecallDepth
 from trainer_client.step.recompute_choice import RecomputeChoice, StepWaits
 from trainer_client.transport.channel import Pending
-from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.planes import LeasedBytes, check
 from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
@@ -507,7 +507,9 @@ class Activations:
         for ahead, lease in landing:
             if not ahead.is_done:
                 self._landing.append((ahead, lease))
-            elif self._store.is_current(lease):
+                continue
+            check([lease])
+            if self._store.is_current(lease):
                 self._released = self._store.release([lease])
 
 

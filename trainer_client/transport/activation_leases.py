@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.errors import DaemonRestartedError
+from trainer_client.errors import StoreUnavailableError
 from trainer_client.transport import lease_calls
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments
@@ -56,7 +56,7 @@ class ActivationLeases:
         The caller must not touch the bytes of `leased` any more. The result can be recalled or released.
 
         Raises:
-            DaemonRestartedError: its daemon is gone, and the activation with it.
+            StoreUnavailableError: its session is over, and the activation with it.
         """
         return lease_calls.park(self._sender, self._owner_of(leased), leased)
 
@@ -66,7 +66,7 @@ class ActivationLeases:
         Over streams, a thread reads the bytes while the caller goes on.
 
         Raises:
-            DaemonRestartedError: its daemon is gone, and the activation with it.
+            StoreUnavailableError: its session is over, and the activation with it.
         """
         at = self._owner_of(parked)
         at.plane.flush(parked)
@@ -77,7 +77,7 @@ class ActivationLeases:
         pending.while_late(self._relieve)
         return pending
 
-    def lost(self) -> DaemonRestartedError:
+    def lost(self) -> StoreUnavailableError:
         """Return the error for activations that only the lost daemon had."""
         return self._attachments.activations_lost()
 

@@ -15,10 +15,11 @@ from typing import Any
 import grpc
 
 from paramserver.contract.bearer import TraceParent
+from paramserver.contract.capabilities import REPEATED_CALLS, RETURNING_RANKS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
-from trainer_client.errors import StoreError
+from trainer_client.errors import StoreError, StoreUnavailableError
 from trainer_client.transport.arena import Arena
 from trainer_client.transport.channel import Pending, open_channel, translate
 from trainer_client.transport.credentials import Credentials
@@ -43,6 +44,7 @@ class Attachment:
         on_lost: called once, on the session's thread, with the attachment and the error, if the session ends otherwise
             than by `close`.
         on_rank_gone: called on the session's thread when another rank of the run has gone.
+        patience_seconds: how long to try to resume the session with a daemon that does not answer.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -60,6 +62,7 @@ class Attachment:
         trace_parent: TraceParent | None = None,
         on_lost: Callable[[Attachment, StoreError], None],
         on_rank_gone: OnRankGone,
+        patience_seconds: float = 0.0,
     ) -> None:
         self._failure: StoreError | None = None
         self.arena: Arena | None = None
@@ -77,6 +80,8 @@ class Attachment:
                 registers_arena=registers,
                 on_lost=partial(on_lost, self),
                 on_rank_gone=on_rank_gone,
+                connect=partial(open_channel, address, credentials, trace_parent),
+                patience_seconds=patience_seconds,
             )
             opened.callback(self.session.close)
             welcome = self.session.welcome
@@ -84,7 +89,8 @@ class Attachment:
             self.epoch = welcome.epoch
             self.arena_bytes = welcome.arena.size_bytes
             self.deadlines = Deadlines.of(welcome)
-            self._sender = Sender()
+            self.capabilities = frozenset(welcome.capabilities)
+            self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
             opened.callback(self._sender.close)
             self.arena = None if prefer_streams else Arena.map(welcome.arena, driver, is_announced=registers)
             if self.arena is not None:
@@ -93,6 +99,15 @@ class Attachment:
             self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
             # Nothing has failed, so what was opened stays open.
             opened.pop_all()
+
+    @property
+    def can_come_back(self) -> bool:
+        """Whether this rank may go on in another session after the daemon has ended this one.
+
+        See attachments.py [Note: the same daemon].
+        """
+        may_copy_later = self.arena is not None and self.arena.pins is not None
+        return RETURNING_RANKS in self.capabilities and not may_copy_later
 
     def close(self) -> None:
         """End the session, and with it all leases; idempotent."""
@@ -143,18 +158,22 @@ class Attachment:
         It can raise StoreError.
         """
         request.session_id = self.session_id
-        return self.call_without_session(method, request, timeout_seconds)
+        return self._call(method, request, timeout_seconds, has_session=True)
 
     def call_without_session(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
-        """Make a call whose request names no session, as those of `admin`; see `call`."""
+        """Make a call whose request names no session, as those of `admin`; see `call`. The call is idempotent."""
+        return self._call(method, request, timeout_seconds, has_session=False)
+
+    def _call(self, method: Any, request: Any, timeout_seconds: float | None, *, has_session: bool) -> Any:
         self.check()
+        timeout_seconds = timeout_seconds or self.deadlines.control
         try:
-            return method(request, timeout=timeout_seconds or self.deadlines.control)
+            return self._sender.begin(method, request, timeout_seconds, has_session=has_session).result()
         except grpc.RpcError as error:
             failure: Exception = translate(error)
-        except ValueError as error:
-            # grpc raises ValueError if the channel is closed, which happens when the session ends.
-            failure = error
+        except grpc.FutureCancelledError:
+            # The sender or the channel is closed, which happens when the session ends.
+            failure = StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
         # If the session has ended, its error is raised instead, because the end of the session made the call fail.
         self.session.check()
         self.check_leases()

@@ -1,9 +1,10 @@
-"""The attachments of one rank. When its daemon is restarted, the rank attaches to the new daemon.
+"""The attachments of one rank. When its daemon is restarted or has ended its session, the rank attaches again.
 
 [Note: attaching again] A thread of its own does this, because the training thread may be waiting for other ranks, and
 the commit under way needs the votes of all ranks of the node. The thread
 
-1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it;
+1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it. The same daemon counts
+   only if it has said that the session has ended;
 2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
    Otherwise the rank cannot go on, and every later call raises an error with the reason;
 3. declares the rank's shard groups, and hands over the journal if the commit under way is missing. If the rank has
@@ -13,6 +14,17 @@ the commit under way needs the votes of all ranks of the node. The thread
 
 The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
 arena, from which it copies them. See tests/integration/test_outliving.py.
+
+[Note: the same daemon] A daemon that has ended a session is there, and gives the session's memory to others. Three
+rules make it safe to go on with another session:
+
+- Parameters that were read in place or copied are used only if `Plane.check` of their own session succeeds afterwards,
+  so a rank that was computing with them ends with that error. A device that copies from the arena on its own may read
+  later than any check, so a rank with such a device ends in any case.
+- The store keeps the ranges of gradients that this process was writing, or has handed over for an early update, until
+  the process has unmapped them (paramserver/sessions/quarantine.py). Parked ones are gone unless the journal has them.
+- The job is opened as one that comes back, and only if all ranks of the run at this daemon have lost their sessions.
+  The others have ended otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +44,7 @@ from trainer_client.errors import (
     DaemonRestartedError,
     PermissionDeniedError,
     SessionEndedError,
+    StepAbortedError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
@@ -40,9 +53,11 @@ from trainer_client.errors import (
 from trainer_client.log_context import carried
 from trainer_client.recorder import Cause, Recorder
 from trainer_client.transport.attachment import Attachment
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import Pending, wait_until_serving
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.journal import Journal, Vote
+from trainer_client.transport.session_state import SessionState
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +81,8 @@ _SHOWS_SECONDS = 2.0
 # Longest time for which a stopping daemon still answers after it has ended this rank's session.
 _STOPPING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
+# The longest pause between two sessions with a daemon that stops.
+_LONGEST_PAUSE_SECONDS = 2.0
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
 _LOOK_AT_COMMIT_SECONDS = 0.5
@@ -107,11 +124,11 @@ class Survival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """A restart of the daemon that this rank has outlived.
+    """A loss of the session that this rank has outlived: its daemon was restarted, or has ended the session.
 
     Attributes:
         seconds: time from the loss of the session until this rank was attached again.
-        step: the newest commit of the new daemon; None: it had no commit.
+        step: the newest commit that the daemon has shown then; None: it had no commit.
         handed_over_again: the commit under way that the new daemon did not have; None: no commit was under way.
     """
 
@@ -155,6 +172,9 @@ class Attachments:
         self._survival: Survival | None = None
         self._membership: Membership | None = None
         self._gone: StoreError | None = None
+        # The error with which the daemon that this rank attaches to has ended the rank's session. None if this rank
+        # attaches to another daemon than before.
+        self._ended: SessionEndedError | None = None
         # The attachment to which the training thread is to hand over what only it can make, and the error of that.
         self._wants_derived: Attachment | None = None
         self._not_derived: StoreError | None = None
@@ -198,6 +218,7 @@ class Attachments:
         with self.changed:
             self._survival = None
             self.changed.notify_all()
+        self.current.session.lose_patience()
         if self._thread is not None:
             self._thread.join()
 
@@ -215,9 +236,13 @@ class Attachments:
         """
         if self._survival is None or not may_be_lost(error):
             raise error
+        with self._recorder.waiting(Cause.DAEMON, self._address):
+            self._outlive(former, error)
+
+    def _outlive(self, former: Attachment, error: StoreError) -> None:
         if self.current is former and not former.session.ends_within(_SHOWS_SECONDS):
             raise error
-        with self._recorder.waiting(Cause.DAEMON, self._address), self.changed:
+        with self.changed:
             deadline = time.monotonic() + (self._survival.timeout_seconds + _SLACK_SECONDS if self._survival else 0.0)
             while self.current is former and self._gone is None and self._survival is not None:
                 if self._wants_derived is not None:
@@ -298,9 +323,9 @@ class Attachments:
         with self.changed:
             if self._survival is None or self.current is not attachment or self._closing.is_set():
                 return
-            if isinstance(error, SessionEndedError | UnauthenticatedError | PermissionDeniedError):
-                # The daemon was not restarted: it has ended this session and keeps what it was given. Nothing is to be
-                # handed over again, so the loss is final.
+            if isinstance(error, UnauthenticatedError | PermissionDeniedError) or (
+                attachment.session.state is SessionState.ENDED and not attachment.can_come_back
+            ):
                 self._gone = error
                 self.changed.notify_all()
                 return
@@ -314,10 +339,18 @@ class Attachments:
 
     def _attach_again(self, survival: Survival, former: Attachment, cause: StoreError) -> None:
         began = former.session.left_at
-        deadline = time.monotonic() + survival.timeout_seconds
+        has_ended = former.session.state is SessionState.ENDED
+        now, most_seconds = time.monotonic(), survival.timeout_seconds
+        deadline = now + most_seconds
+        if not has_ended:
+            # The session itself has waited for the daemon that is gone, so the time counts from its break.
+            deadline = max(began + most_seconds, now + min(most_seconds, _LOOK_SECONDS))
         level = logging.WARNING if survival.is_loud else logging.INFO
-        shown = self._address, survival.timeout_seconds
-        log.log(level, "the store daemon at %s is gone; waiting for the next one, at most %g s", *shown)
+        if has_ended:
+            log.log(level, "the store daemon at %s has ended this session; beginning another one", self._address)
+        else:
+            shown = self._address, most_seconds
+            log.log(level, "the store daemon at %s is gone; waiting for the next one, at most %g s", *shown)
         try:
             restart = self._next(former, cause, began, deadline)
         except Exception as failure:
@@ -341,7 +374,8 @@ class Attachments:
     def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
         """Attach to the next daemon, and to the one after it if that is lost meanwhile. It can raise StoreError."""
         while True:
-            attachment = self._wait_for_daemon(former, cause, began, deadline)
+            attachment = self._wait_for_daemon(former, cause, deadline)
+            self._ended = former.session.ended_by(attachment.epoch)
             try:
                 newest, again = self._take_up(attachment) if self._membership is not None else (None, None)
                 self._hand_over_again(attachment, deadline)
@@ -357,12 +391,13 @@ class Attachments:
                 raise
             return Restart(seconds=time.monotonic() - began, step=newest, handed_over_again=again)
 
-    def _wait_for_daemon(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Attachment:
-        """Wait until another daemon than that of `former` serves, and return an attachment to it.
+    def _wait_for_daemon(self, former: Attachment, cause: StoreError, deadline: float) -> Attachment:
+        """Wait until a daemon serves that has not the session of `former`, and return an attachment to it.
 
         It can raise StoreError.
         """
-        reason = cause.message
+        reason, backoff = cause.message, Backoff(_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        stops_until = time.monotonic() + _STOPPING_SECONDS
         while not self._closing.is_set() and (remaining := deadline - time.monotonic()) > 0:
             try:
                 wait_until_serving(self._address, min(remaining, _LOOK_SECONDS), self._credentials)
@@ -376,12 +411,12 @@ class Attachments:
                 reason = str(error)
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
-            if attachment.epoch != former.epoch:
+            if attachment.epoch != former.epoch or former.session.state is SessionState.ENDED:
                 return attachment
             attachment.close()
-            if time.monotonic() > began + _STOPPING_SECONDS:
+            if time.monotonic() > stops_until:
                 raise cause
-            self._closing.wait(_PAUSE_SECONDS)
+            self._closing.wait(backoff.next_seconds())
         if self._closing.is_set():
             raise cause
         raise StoreUnavailableError(
@@ -409,7 +444,7 @@ class Attachments:
             if vote is not None and newest == vote.step and is_own:
                 self.acknowledge(vote.step)
             self._check(newest)
-            if newest is not None and newest == self.journal.acknowledged:
+            if newest is not None and newest == self.journal.acknowledged and self._ended is None:
                 # A daemon that was started anew has it, so it is durable.
                 self.journal.note_durable(newest)
             return newest, self.journal.step
@@ -473,19 +508,20 @@ class Attachments:
         """Open the job, and return its newest commit and the name of that commit's layout.
 
         Raises:
-            DaemonRestartedError: it is not the job of this run.
+            DaemonRestartedError, SessionEndedError: it is not the job of this run, or other ranks of the run have gone.
         """
         request = pb.OpenJobRequest()
         request.CopyFrom(membership.job)
         # With MUST, a daemon that does not have the job refuses instead of creating a new one.
         has_commit = self.journal.acknowledged is not None
         request.resume = pb.RESUME_POLICY_MUST if has_commit else pb.RESUME_POLICY_AUTO
+        request.comes_back = self._ended is not None
         try:
             opened = attachment.call(attachment.stub.OpenJob, request)
         except StoreError as error:
             if error.code is grpc.StatusCode.NOT_FOUND:
                 raise self._cannot(f"it does not have the job of this run ({error.message})") from None
-            if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+            if error.code is grpc.StatusCode.FAILED_PRECONDITION or isinstance(error, StepAbortedError):
                 raise self._cannot(error.message) from None
             raise
         name = opened.layouts[-1].layout if opened.layouts else None
@@ -520,11 +556,10 @@ class Attachments:
                 f"more, were {self._not_kept}"
             )
 
-    def gradient_lost(self, group: str) -> DaemonRestartedError:
-        """Return the error for a gradient that only the lost daemon had."""
+    def gradient_lost(self, group: str) -> StoreUnavailableError:
+        """Return the error for a gradient that only the lost daemon, or the session that has ended, had."""
         return self._cannot(
-            f"the gradient of {group} was parked in the daemon that is gone, and the gradients of this rank were "
-            f"{self._not_kept}"
+            f"the gradient of {group} was parked there, and the gradients of this rank were {self._not_kept}"
         )
 
     @property
@@ -533,11 +568,18 @@ class Attachments:
             return "larger than paramserver.kept_gradients: raise that to go on here"
         return 'not kept, because paramserver.durability is not "step"'
 
-    def activations_lost(self) -> DaemonRestartedError:
-        """Return the error for activations that only the lost daemon had."""
+    def activations_lost(self) -> StoreUnavailableError:
+        """Return the error for activations that only the lost daemon, or the session that has ended, had."""
         return self._cannot("it had activations of this rank's forward, of which the rank has kept no copies")
 
-    def _cannot(self, why: str) -> DaemonRestartedError:
+    def _cannot(self, why: str) -> StoreUnavailableError:
+        if self._ended is not None:
+            return SessionEndedError(
+                self._ended.code,
+                f"this process was silent, or its connection broken, for longer than the store daemon at "
+                f"{self._address} waits, and this run cannot go on with another session: {why}. What was not committed "
+                "is discarded; restart the job, it resumes from the last commit",
+            )
         return DaemonRestartedError(
             grpc.StatusCode.UNAVAILABLE,
             f"the store daemon at {self._address} was restarted, and this run cannot go on with it: {why}. "

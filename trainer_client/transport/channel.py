@@ -21,6 +21,7 @@ from paramserver.contract.answered import is_about_the_model, is_answer
 from paramserver.contract.bearer import TraceParent
 from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
+from paramserver.contract.silence import ANSWER_SECONDS, PING_SECONDS
 from paramserver.contract.sockets import with_real_paths
 from trainer_client.errors import (
     ConfigError,
@@ -63,11 +64,11 @@ _OPTIONS = (
     # With these two, the client notices within 13 s that the daemon's machine or network has failed silently. That is
     # before the daemon ends the silent session, after 15 s. gRPC sends no ping while bytes arrive, and heartbeats are
     # answered every second or two. The second number is also the kernel's time-out for sent bytes to be acknowledged.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 8_000),
+    ("grpc.keepalive_time_ms", 1000 * PING_SECONDS),
+    ("grpc.keepalive_timeout_ms", 1000 * ANSWER_SECONDS),
     # gRPC also sends pings for other purposes, and sends no keepalive ping while one of them is unanswered. Without
     # this option, gRPC would wait a minute for the answer to such a ping.
-    ("grpc.http2.ping_timeout_ms", 8_000),
+    ("grpc.http2.ping_timeout_ms", 1000 * ANSWER_SECONDS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

@@ -479,9 +479,7 @@ def apply_request(
     )
 
 
-def vote(attachment: Attachment, step: int, client_state: bytes, settled: int) -> Any:
+def vote(attachment: Attachment, step: int, client_state: bytes, settled: int) -> Future[Any]:
     """Begin this rank's vote for a step, and return the call, which ends when the step is committed."""
-    request = pb.CommitStepRequest(
-        session_id=attachment.session_id, step=step, client_state=client_state, settled_step=settled
-    )
-    return attachment.stub.CommitStep.future(request, timeout=attachment.deadlines.commit)
+    request = pb.CommitStepRequest(step=step, client_state=client_state, settled_step=settled)
+    return attachment.begin(attachment.stub.CommitStep, request, attachment.deadlines.commit)

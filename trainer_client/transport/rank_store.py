@@ -132,6 +132,7 @@ class RankStore:
             driver=driver,
             trace_parent=trace_parent,
             on_rank_gone=on_rank_gone,
+            patience_seconds=0.0 if survival is None else survival.timeout_seconds,
         )
         self._attachments = Attachments(attach, address, credentials, self._recorder, survival)
         self.activations = ActivationLeases(self._attachments, self._hand_overs, self._relieve_if_pressed)

@@ -52,6 +52,9 @@ class Plan:
         kills: the moments at which rank 0 kills the daemon: (step, name of a moment). The moments of step 0 are within
             `initialize`, before or after a call of the store: "before put 1" is before the second `put`.
         first_step: the step that the run begins or resumes with.
+        goes_on: whether the run begins with the step after the job's last one instead.
+        changes: whether states are changed by hand in every third step. A run that is started again in the middle of
+            such a step does not make its change.
         derives: whether the model is built without memory, so that its first values are computed from recipes.
         checkpoint: the checkpoint that `initialize` imports if the job has no step; None: no checkpoint.
         layers: the number of layers of the model.
@@ -69,6 +72,8 @@ class Plan:
     addresses: list[str] = field(default_factory=list)
     kills: list[tuple[int, str]] = field(default_factory=list)
     first_step: int = 1
+    goes_on: bool = False
+    changes: bool = True
     derives: bool = False
     checkpoint: str | None = None
     layers: int = 3
@@ -208,11 +213,14 @@ def run_rank(plan: Plan) -> None:
 
     block.register_forward_pre_hook(before_block)
     block.register_forward_hook(after_block)
-    torch.manual_seed(3 + rank)
+    if engine.global_steps == 0 or not plan.goes_on:
+        # A run that goes on has the random numbers of the last one.
+        torch.manual_seed(3 + rank)
     batches = list(micro_batches(plan.steps * plan.accumulation, rank, world_size))
     losses, evaluations = [], []
     with engine, closing(killer):
-        for step in range(plan.first_step, plan.steps + 1):
+        first_step = engine.global_steps + 1 if plan.goes_on else plan.first_step
+        for step in range(first_step, plan.steps + 1):
             here[0] = step
             for index in range(plan.accumulation):
                 batch = batches[(step - 1) * plan.accumulation + index]
@@ -229,7 +237,7 @@ def run_rank(plan: Plan) -> None:
                 with torch.no_grad():
                     evaluations.append(engine(input_ids=batch, labels=batch).loss.item())
                 here[1] = False
-            if step % 3 == 0:
+            if step % 3 == 0 and plan.changes:
                 with killer.within(step, "change"):
                     engine.set_full("transformer.h.0.ln_1.weight", "param", torch.full((64,), 1.0 + step / 100))
                 with killer.within(step, "reading"):

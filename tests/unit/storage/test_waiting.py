@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.waiting import finish_all, unlogged, wait_out
+from storage.waiting import Alarm, finish_all, unlogged, wait_out
 from tests.unit.storage.builders import opened
 
 
@@ -85,3 +85,16 @@ async def test_an_unlogged_failure_reaches_the_task_that_waits_and_never_the_log
     del task
     gc.collect()
     assert caplog.messages == []
+
+
+async def test_an_alarm_that_is_late_is_put_off_by_as_much() -> None:
+    """The loop comes to it late if it stood still, and what would make the alarm needless may be unread then."""
+    loop = asyncio.get_running_loop()
+    rung: asyncio.Future[float] = loop.create_future()
+    now = loop.time()
+    late = Alarm(now - 1.2, lambda: rung.set_result(loop.time()))
+    never = Alarm(now + 0.1, lambda: pytest.fail("it was cancelled"))
+    never.cancel()
+
+    assert await asyncio.wait_for(rung, 30) - now > 1.0
+    late.cancel()

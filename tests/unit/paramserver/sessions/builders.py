@@ -84,9 +84,11 @@ def connect(sessions: Sessions) -> Session:
     return sessions.open("client", visitor, Stream(), registers_arena=False)
 
 
-async def join(sessions: Sessions, session: Session, spec: JobSpec, run_id: str = "run", rank: int = 0) -> Job:
+async def join(
+    sessions: Sessions, session: Session, spec: JobSpec, run_id: str = "run", rank: int = 0, *, comes_back: bool = False
+) -> Job:
     """Make a session a rank of a run."""
-    return await sessions.join(session, spec, run_id, rank, may_exist=True, must_exist=False)
+    return await sessions.join(session, spec, run_id, rank, may_exist=True, must_exist=False, comes_back=comes_back)
 
 
 async def begin(engine: Engine, sessions: Sessions, layout: Layout, run_id: str = "run") -> Session:

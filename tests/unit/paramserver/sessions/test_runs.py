@@ -249,10 +249,41 @@ async def test_no_more_ranks_attach_than_a_commit_waits_for(tmp_path: Path) -> N
         assert sessions.attached("job") == 2
         # A rank whose connection broke goes on with its session, and the refused one may attach in another run.
         sessions.detach(second, second.stream)
-        sessions.take_up(second, second.visitor, second.stream)
+        sessions.take_up(second, second.visitor, second.stream, 1)
         for session in (first, second):
             sessions.end(session, "closed", is_closed=True)
         await join(sessions, third, spec, "another run", rank=2)
+
+
+async def test_a_run_that_has_lost_all_its_ranks_begins_anew_for_those_that_come_back(tmp_path: Path) -> None:
+    spec = replace(LAYOUT.job(), world_size=2, local_ranks=2)
+    async with serving(tmp_path) as (_, sessions):
+        first, second = (connect(sessions) for _ in range(2))
+        for rank, session in enumerate((first, second)):
+            await join(sessions, session, spec, rank=rank)
+        sessions.end(first, "no heartbeat")
+        with pytest.raises(StepAbortedError, match=r"rank 0 .* of this run is gone"):
+            await join(sessions, connect(sessions), spec, rank=0, comes_back=True)
+        sessions.end(second, "no heartbeat")
+        # A late rank that was never attached would wait for the others without end.
+        with pytest.raises(StepAbortedError, match=r"rank 0 .* of this run is gone"):
+            await join(sessions, connect(sessions), spec, rank=0)
+        for rank in (1, 0):
+            await join(sessions, connect(sessions), spec, rank=rank, comes_back=True)
+        assert sessions.attached("job") == 2
+
+
+async def test_no_session_ends_for_its_silence_while_the_event_loop_stood_still(tmp_path: Path) -> None:
+    """A silent client gets as long again as the daemon itself could not hear it."""
+    async with serving(tmp_path) as (_, sessions):
+        sessions.limits = replace(sessions.limits, heartbeat_timeout_seconds=0.4)
+        session, loop = connect(sessions), asyncio.get_running_loop()
+        await asyncio.sleep(0.2)
+        sessions.stood_still(60.0)
+        woke_at = loop.time()
+        async with asyncio.timeout(30):
+            await session.ended.wait()
+        assert loop.time() - woke_at > 0.3
 
 
 async def test_steps_that_other_nodes_may_lack_do_not_add_up(tmp_path: Path) -> None:

@@ -6,22 +6,12 @@ import re
 
 import pytest
 
+from tests.unit.state_tables import table_in
 from trainer_client.errors import PhaseError
 from trainer_client.step import phases
 from trainer_client.step.phases import Phase, Phases, Verb
 
-
-def documented() -> dict[tuple[Verb, Phase], Phase]:
-    """Return the transitions that the table in the docstring of phases.py lists."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (phases.__doc__ or "").splitlines()]
-    header, _, *body = [row for row in rows if row]
-    columns = [Phase[name] for name in header[1:]]
-    return {
-        (Verb[name.upper()], phase): Phase[cell]
-        for name, *cells in body
-        for phase, cell in zip(columns, cells, strict=True)
-        if cell
-    }
+TABLE = table_in(phases.__doc__, Verb, Phase)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -29,7 +19,7 @@ def documented() -> dict[tuple[Verb, Phase], Phase]:
 def test_every_transition_is_the_documented_one(verb: Verb, phase: Phase) -> None:
     current = Phases()
     current.current = phase
-    following = documented().get((verb, phase))
+    following = TABLE.get((verb, phase))
 
     if following is not None:
         current.enter(verb)
@@ -41,7 +31,5 @@ def test_every_transition_is_the_documented_one(verb: Verb, phase: Phase) -> Non
 
 
 def test_the_table_has_a_row_for_each_verb_and_a_way_out_of_each_phase_but_the_last() -> None:
-    table = documented()
-
-    assert {verb for verb, _ in table} == set(Verb)
-    assert {phase for _, phase in table} == set(Phase) - {Phase.FAILED}
+    assert {verb for verb, _ in TABLE} == set(Verb)
+    assert {phase for _, phase in TABLE} == set(Phase) - {Phase.FAILED}

@@ -1,0 +1,67 @@
+"""The states of a session at the daemon, and which verb may follow: the only place that changes the state.
+
+[Note: the transitions]
+
+| verb \\ state | ATTACHED | DETACHED | ENDED |
+|--------------|----------|----------|-------|
+| take_up      | ATTACHED | ATTACHED |       |
+| detach       | DETACHED |          |       |
+| end          | ENDED    | ENDED    |       |
+
+An empty field is refused. `take_up` in ATTACHED replaces a stream whose connection is dead without the daemon's
+knowledge. docs/silence.md says how long a client may be silent in each state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from storage.errors import NotFoundError
+
+
+class SessionState(enum.Enum):
+    """The states of a session. A session has its leases and readers in each state but the last."""
+
+    ATTACHED = enum.auto()
+    """The session's stream is open. The session ends when no heartbeat comes for the heartbeat time-out."""
+
+    DETACHED = enum.auto()
+    """The session's stream broke. The session ends unless its client takes it up within the grace time."""
+
+    ENDED = enum.auto()
+    """The session has lost its leases and readers, and no call can use it. Its client may begin another session."""
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether a session in this state holds leases, readers and its place in a run."""
+        return self is not SessionState.ENDED
+
+
+class SessionVerb(enum.Enum):
+    """The transitions. The value of each is its name in errors."""
+
+    TAKE_UP = "be taken up"
+    DETACH = "be detached"
+    END = "end"
+
+
+_TRANSITIONS: Mapping[tuple[SessionVerb, SessionState], SessionState] = {
+    (SessionVerb.TAKE_UP, SessionState.ATTACHED): SessionState.ATTACHED,
+    (SessionVerb.TAKE_UP, SessionState.DETACHED): SessionState.ATTACHED,
+    (SessionVerb.DETACH, SessionState.ATTACHED): SessionState.DETACHED,
+    (SessionVerb.END, SessionState.ATTACHED): SessionState.ENDED,
+    (SessionVerb.END, SessionState.DETACHED): SessionState.ENDED,
+}
+
+
+def following(state: SessionState, verb: SessionVerb) -> SessionState:
+    """Return the state that follows `state` by `verb`.
+
+    Raises:
+        NotFoundError: the verb is refused in this state.
+    """
+    found = _TRANSITIONS.get((verb, state))
+    if found is None:
+        raise NotFoundError(f"a session that is {state.name.lower()} cannot {verb.value}; open a new one")
+    return found

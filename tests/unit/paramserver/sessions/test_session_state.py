@@ -1,0 +1,27 @@
+"""The state of a session at the daemon changes only as the table in session_state.py says."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.sessions import session_state
+from paramserver.sessions.session_state import SessionState, SessionVerb, following
+from storage.errors import NotFoundError
+from tests.unit.state_tables import table_in
+
+TABLE = table_in(session_state.__doc__, SessionVerb, SessionState)
+
+
+@pytest.mark.parametrize("state", SessionState)
+@pytest.mark.parametrize("verb", SessionVerb)
+def test_every_transition_is_the_documented_one(verb: SessionVerb, state: SessionState) -> None:
+    documented = TABLE.get((verb, state))
+    if documented is not None:
+        assert following(state, verb) is documented
+        return
+    with pytest.raises(NotFoundError, match=f"a session that is {state.name.lower()} cannot {verb.value}"):
+        following(state, verb)
+
+
+def test_no_session_comes_back_from_its_end() -> None:
+    assert {state for _, state in TABLE} == {state for state in SessionState if state.has_leases}

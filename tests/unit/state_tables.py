@@ -1,0 +1,22 @@
+"""The tables of states and verbs in docstrings, which tests compare with the code."""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+VerbT = TypeVar("VerbT", bound=enum.Enum)
+StateT = TypeVar("StateT", bound=enum.Enum)
+
+
+def table_in(text: str | None, verbs: type[VerbT], states: type[StateT]) -> dict[tuple[VerbT, StateT], StateT]:
+    """Return the transitions that the table in a docstring lists; an empty field is none."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (text or "").splitlines()]
+    header, _, *body = [row for row in rows if row]
+    columns = [states[name] for name in header[1:]]
+    return {
+        (verbs[name.upper()], state): states[cell]
+        for name, *cells in body
+        for state, cell in zip(columns, cells, strict=True)
+        if cell
+    }
