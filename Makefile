@@ -19,7 +19,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts pause lenders resumes partial mutants matrix device-tests device-matrix device-kills gpu-proof peers runbooks \
+  fuzz hostile-files readers restarts pause lenders resumes partial mutants matrix device-tests device-matrix device-kills \
+  gpu-proof peers runbooks \
   prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
   bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
   bench-overlap bench-remote bench-beside plots docs proto lock clean distclean
@@ -90,6 +91,10 @@ faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 fuzz: N ?= 100000
 fuzz: venv ## Send a daemon N requests that no honest client sends (N=100000 SEED=...)
 	$(BIN)/python -m tests.faults.fuzz --calls $(N) $(if $(SEED),--seed $(SEED))
+
+hostile-files: N ?= 20000
+hostile-files: venv ## Open N checkpoints, states and backups that are damaged or made to do harm (N=20000 SEED=...)
+	$(BIN)/python -m tests.faults.hostile_files --files $(N) $(if $(SEED),--seed $(SEED))
 
 readers: N ?= 10000
 readers: venv ## Open N readers of a daemon while it commits, and check that nothing is left (N=10000 SEED=...)

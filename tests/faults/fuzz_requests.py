@@ -108,14 +108,14 @@ class Requests:
         for _ in range(self._rng.choice((0, 0, 1, 1, 1, 2, 6))):
             self._spoil(request)
         data = encoded(request)
-        return self._mutated(data) if self._rng.random() < 0.35 else data
+        return mutated(self._rng, data) if self._rng.random() < 0.35 else data
 
     def stream(self, kind: Descriptor) -> tuple[bytes, ...]:
         """Return the messages of a client's stream, most often with a valid beginning."""
         first = [encoded(message) for message in self._stream_of(kind)]
         more = [self.spoiled(kind) for _ in range(self._rng.choice((0, 0, 1, 3)))]
         if self._rng.random() < 0.2:
-            first = [self._mutated(data) if self._rng.random() < 0.5 else data for data in first]
+            first = [mutated(self._rng, data) if self._rng.random() < 0.5 else data for data in first]
         messages = first + more
         if self._rng.random() < 0.2:
             self._rng.shuffle(messages)
@@ -331,28 +331,29 @@ class Requests:
             return bytes(self._rng.choice(LARGE_PAYLOAD_BYTES))
         return self._rng.choice(EDGES_OF_TYPE.get(spec.type, EDGES))
 
-    def _mutated(self, data: bytes) -> bytes:
-        """Return the bytes with random faults: flipped bits, lost, doubled, moved or new bytes, and unknown fields."""
-        rng, changed = self._rng, bytearray(data)
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            at, length = rng.randrange(len(changed) + 1), rng.choice((1, 2, 7, 60))
-            part = changed[at : at + length]
-            match rng.randrange(8):
-                case 0 | 1 if at < len(changed):
-                    changed[at] ^= 1 << rng.randrange(8)
-                case 2:
-                    del changed[at:]
-                case 3:
-                    del changed[at : at + length]
-                case 4:
-                    changed[at:at] = part * rng.choice((1, 1, 30))
-                case 5:
-                    changed[at:at] = rng.randbytes(length)
-                case 6:
-                    changed = changed[at:] + changed[:at]
-                case _:
-                    changed += rng.choice((b"\xfa\x07\x03abc", b"\xf8\x07\x01", b"\xff" * 11, DEEP))
-        return bytes(changed)
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    """Return the bytes with random faults: flipped bits, lost, doubled, moved or new bytes, and unknown fields."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, length = rng.randrange(len(changed) + 1), rng.choice((1, 2, 7, 60))
+        part = changed[at : at + length]
+        match rng.randrange(8):
+            case 0 | 1 if at < len(changed):
+                changed[at] ^= 1 << rng.randrange(8)
+            case 2:
+                del changed[at:]
+            case 3:
+                del changed[at : at + length]
+            case 4:
+                changed[at:at] = part * rng.choice((1, 1, 30))
+            case 5:
+                changed[at:at] = rng.randbytes(length)
+            case 6:
+                changed = changed[at:] + changed[:at]
+            case _:
+                changed += rng.choice((b"\xfa\x07\x03abc", b"\xf8\x07\x01", b"\xff" * 11, DEEP))
+    return bytes(changed)
 
 
 def encoded(message: Message) -> bytes:
