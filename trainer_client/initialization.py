@@ -53,6 +53,7 @@ from trainer_client.recorder import Recorder
 from trainer_client.run.context import RankContext, Resources, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.forgotten import collect_forgotten
+from trainer_client.run.former_starts import remove_former_starts
 from trainer_client.run.job import Job
 from trainer_client.run.job_choice import choose_job, naming_its_jobs
 from trainer_client.run.job_place import JobPlace
@@ -226,7 +227,9 @@ def initialize(
             _log_config(settings, batch)
         loader = _make_loader(training_data, batch, settings, collectives, collate_fn)
         store_address = find_store(settings, collectives, local_rank, resources.apart)
-        settings = _choose_job(former_engines, settings, *store_address, collectives, resources.apart)
+        settings = _choose_job(
+            former_engines, parameters, settings, *store_address, collectives, local_rank, resources.apart
+        )
         store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
@@ -504,10 +507,12 @@ def _declare(
 
 def _choose_job(
     former_engines: Sequence[Engine],
+    parameters: Sequence[ModelParameter],
     settings: TrainingConfig,
     address: str,
     credentials: Credentials,
     collectives: Collectives,
+    local_rank: int,
     resources: ExitStack,
 ) -> TrainingConfig:
     """Take the model over from its former engines, and return the settings with the job of the new one.
@@ -516,7 +521,10 @@ def _choose_job(
     must call this.
     """
     take_over(former_engines)
-    return choose_job(settings, address, credentials, collectives, resources)
+    chosen = choose_job(settings, address, credentials, collectives, resources)
+    if local_rank == 0 and settings.store_address(os.environ) is None:
+        remove_former_starts(address, chosen.paramserver.job, sum(p.shape.numel() for p in parameters))
+    return chosen
 
 
 def _connect(

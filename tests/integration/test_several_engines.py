@@ -24,8 +24,10 @@ from trainer_client import at_exit
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.run.forgotten import collect_forgotten
+from trainer_client.run.former_starts import remove_former_starts
 from trainer_client.run.local_daemon import LOCK_NAME, local_address
 from trainer_client.run.shared_daemon import share_daemon
+from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.transport.channel import is_serving, open_channel
 
 
@@ -255,3 +257,29 @@ def test_a_policy_is_refused_beside_a_reference_that_has_its_values(store: str, 
         ):
             trainer_client.initialize(model=build(1), config=config | TRAINED)
     trainer_client.initialize(model=build(1), config=config | TRAINED)[0].close()
+
+
+def test_jobs_of_former_starts_do_not_fill_the_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the face of Accelerate names them. A job whose step a checkpoint keeps stays, and so does one with a name."""
+    config = load_config(config_of(str(tmp_path / "state")), {})
+    share = share_daemon(config)
+    address = local_address(tmp_path / "state")
+    try:
+        for number, job in enumerate(["mine", *(f"accelerate-2026112{day}-101500-abcdef" for day in range(6))]):
+            section = {"paramserver": {"job": job, "address": address}}
+            with trainer_client.initialize(model=build(), config=config_of("") | TRAINED | section)[0] as engine:
+                step(engine)
+                if number == 1:
+                    engine.save_checkpoint(tmp_path / "checkpoints")
+        remove_former_starts(address, "mine", 1)
+        remove_former_starts(address, "accelerate-20261130-101500-abcdef", 1)
+        with StoreClientSync.connect(address) as client:
+            left = [job.name for job in client.list_jobs()]
+        assert left == [*(f"accelerate-2026112{day}-101500-abcdef" for day in (0, 3, 4, 5)), "mine"]
+        assert "job 'accelerate-20261121-101500-abcdef' of a former start, at step 1, is deleted" in caplog.text
+        # A model for which the budget has no room beside them.
+        remove_former_starts(address, "accelerate-20261130-101500-abcdef", 256 << 20)
+        with StoreClientSync.connect(address) as client:
+            assert [job.name for job in client.list_jobs()] == ["accelerate-20261120-101500-abcdef", "mine"]
+    finally:
+        share.leave()
