@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Mu
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, RolledBack, StoredVersion
 from storage.copy_writes import CopyClaim, CopyWrites
-from storage.errors import DataLossError, NotFoundError
+from storage.errors import DataLossError, NotFoundError, StorageError
 from storage.failpoints import Failpoint, reach
 from storage.host_cache import HostCache
 from storage.renewal import Renewal
@@ -324,8 +324,11 @@ class Committer:
                 claim.release()
             await self._make_durable(job, record)
             log.info("snapshot of job %s, step %d, is durable", job.spec.name, record.step)
+        except StorageError as error:
+            log.error("snapshot of job %s, step %d, failed: %s", job.spec.name, record.step, error)
+            raise
         except Exception:
-            log.exception("snapshot of job %s, step %d, failed", job.spec.name, record.step)
+            log.exception("snapshot of job %s, step %d, failed in an unforeseen way", job.spec.name, record.step)
             raise
         finally:
             for claim in claims:

@@ -964,10 +964,10 @@ class Engine:
         if job.older and job.settled is not None and job.settled >= job.first_step:
             try:
                 await self._free_layouts(list(job.older))
-            except StorageError:
+            except StorageError as error:
                 # The commit itself has succeeded, so this error does not end it. The next commit frees the former
                 # layout.
-                log.exception("the former layout of job %s is not freed yet", job.spec.name)
+                log.error("the former layout of job %s is not freed yet: %s", job.spec.name, error)
         return durable
 
     async def _free_layouts(self, layouts: Sequence[Job]) -> None:

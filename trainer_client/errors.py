@@ -258,6 +258,10 @@ class StoreBudgetError(StoreError):
     """A byte budget or a disk of the store is full."""
 
 
+class StoreDeviceError(StoreError):
+    """A disk of the store has refused an operation, such as with an I/O error. The message has the system's words."""
+
+
 class JobConflictError(StoreError):
     """The job exists with another layout, another run holds it, or the resume policy does not allow to resume it."""
 

@@ -4,6 +4,8 @@
   own answers; the status that gRPC makes itself when a connection fails has no mark.
 - FAILED_PRECONDITION has many reasons. The daemon marks one of them, that the job holds another model, because the
   trainer adds to this error what the user can do.
+- INTERNAL is also the status of a fault in the daemon. The daemon marks the answers that are about a device which has
+  refused an operation, so that the client can say so.
 - A client that resumes a session gets NOT_FOUND from a daemon that has ended the session, and from a daemon that was
   restarted since. The answer carries the daemon's epoch, which the client compares with that of its Welcome.
 """
@@ -15,6 +17,7 @@ from typing import Any
 
 ANSWERED = (("paramserver-answered", "1"),)
 OTHER_MODEL = (("paramserver-other-model", "1"),)
+DEVICE = (("paramserver-device", "1"),)
 _EPOCH_KEY = "paramserver-epoch"
 
 
@@ -26,6 +29,11 @@ def is_answer(trailing_metadata: Iterable[Any] | None) -> bool:
 def is_about_the_model(trailing_metadata: Iterable[Any] | None) -> bool:
     """Return whether the daemon has refused to open a job because the job holds another model."""
     return _has(trailing_metadata, OTHER_MODEL)
+
+
+def is_about_a_device(trailing_metadata: Iterable[Any] | None) -> bool:
+    """Return whether a device of the daemon has refused an operation, so that to repeat the call would not help."""
+    return _has(trailing_metadata, DEVICE)
 
 
 def with_epoch(epoch: str) -> tuple[tuple[str, str]]:

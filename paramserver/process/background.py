@@ -10,6 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
+from storage.errors import StorageError
+
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
@@ -28,11 +30,16 @@ async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]])
             await work()
             failure = ""
         except Exception as error:
-            # The same failure is logged once, however often it is repeated. An OSError needs no stack.
+            # The same failure is logged once, however often it is repeated.
             if failure != (failure := repr(error)):
-                stack = None if isinstance(error, OSError) else error
+                stack = unforeseen(error)
                 log.error("%s failed: %s; it is tried again every %g s", what, error, seconds, exc_info=stack)
         await asyncio.sleep(seconds)
+
+
+def unforeseen(error: BaseException) -> BaseException | None:
+    """Return the error if the log needs its stack; None if its text says all, as that of an I/O error does."""
+    return None if isinstance(error, OSError | StorageError) else error
 
 
 def run_on_loop(work: Coroutine[Any, Any, ResultT], loop: asyncio.AbstractEventLoop) -> ResultT:

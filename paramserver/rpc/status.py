@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from paramserver.contract.answered import ANSWERED, OTHER_MODEL, with_epoch
+from paramserver.contract.answered import ANSWERED, DEVICE, OTHER_MODEL, with_epoch
 from paramserver.contract.printable import printable
 from paramserver.errors import (
     LateError,
@@ -55,7 +55,10 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (LateError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StaleCallError, grpc.StatusCode.UNAVAILABLE),
-    (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
+    # A device that does not answer may answer again. One that has refused an operation will refuse the next one, and
+    # UNAVAILABLE would have clients repeat the call until their deadline.
+    (errors.DeviceStuckError, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeviceError, grpc.StatusCode.INTERNAL),
 )
 
 
@@ -77,6 +80,8 @@ def _marks_of(error: errors.StorageError) -> tuple[tuple[str, str], ...]:
     match error:
         case errors.OtherModelError():
             return OTHER_MODEL
+        case errors.DeviceError() if not isinstance(error, errors.DeviceStuckError):
+            return DEVICE
         case UnknownSessionError():
             return with_epoch(error.epoch)
         case StaleCallError():

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from paramserver.process.background import unforeseen
 from storage.errors import BudgetExceededError
 
 log = logging.getLogger(__name__)
@@ -129,4 +130,4 @@ class Copies:
     def _on_ended(self, ending: asyncio.Future[None]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled() and (error := ending.exception()) is not None:
-            log.error("an unfinished copy could not be discarded: %s", error, exc_info=error)
+            log.error("an unfinished copy could not be discarded: %s", error, exc_info=unforeseen(error))

@@ -26,6 +26,7 @@ from typing import Any
 
 from paramserver.errors import StaleCallError
 from paramserver.events import EventKind, EventLog
+from paramserver.process.background import unforeseen
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.grants import Grants
@@ -303,7 +304,7 @@ class Sessions:
     def _on_cleaned_up(self, cleaning_up: asyncio.Task[None]) -> None:
         self._cleaning_up.discard(cleaning_up)
         if not cleaning_up.cancelled() and (error := cleaning_up.exception()) is not None:
-            log.error("what a run left behind could not be cleaned up: %s", error, exc_info=error)
+            log.error("what a run left behind could not be cleaned up: %s", error, exc_info=unforeseen(error))
 
     async def close(self) -> None:
         """End all sessions, and wait until their leases are freed and their runs are cleaned up."""

@@ -18,7 +18,7 @@ from trainer_client.errors import StoreUnavailableError
 from trainer_client.store_client.connection import Call, Connection, Timeout
 from trainer_client.store_client.job_layout import JobLayout
 from trainer_client.store_client.reader import StoreReaderSync, list_tensors
-from trainer_client.store_client.types import Commit, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_client.types import Commit, Placement, StoredJob, StoredTensor, TensorSpec, check_name
 from trainer_client.store_client.writer import DEFAULT_SHARD_BYTES, StoreWriterSync
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
 from trainer_client.transport.credentials import Credentials
@@ -128,6 +128,8 @@ class StoreClientSync:
 
     def list_tensors_within(self, call: Call, job: str, prefix: str) -> list[StoredTensor]:
         """List tensors within the deadline of `call`; see `list_tensors`."""
+        check_name("job", job)
+        check_name("tensor", prefix)
         return self._connection.resume(call, lambda session: list_tensors(session, job, prefix, call))
 
     def open(
@@ -175,10 +177,8 @@ class StoreClientSync:
         shard_bytes: int,
     ) -> StoreWriterSync:
         """Open a job within the deadline of `call`; see `open`."""
-        specs = {
-            fqn: TensorSpec.of(tensor) if isinstance(tensor, torch.Tensor) else tensor
-            for fqn, tensor in tensors.items()
-        }
+        check_name("job", job)
+        specs = {fqn: TensorSpec.given(fqn, tensor) for fqn, tensor in tensors.items()}
         layout = JobLayout(name=job, tensors=specs, durability=durability, placement=placement, shard_bytes=shard_bytes)
         return StoreWriterSync(self._connection, layout, call)
 
@@ -240,6 +240,10 @@ class StoreClientSync:
 
     def watch_within(self, call: Call, job: str, *, settled: bool = True) -> Iterator[Commit]:
         """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
+        check_name("job", job)
+        return self._watch(call, job, settled=settled)
+
+    def _watch(self, call: Call, job: str, *, settled: bool) -> Iterator[Commit]:
         # The caller of `watch` may ask for the first commit long after that call.
         call.extend()
         seen: tuple[int, float] | None = None

@@ -24,7 +24,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
 from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of
-from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
+from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, check_name, check_values, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
 # A tensor is read in parts, so that it may be larger than the arena. Parts begin at multiples of READ_BLOCK_BYTES.
@@ -151,6 +151,9 @@ class StoreReaderSync:
             kept: the name of a kept step, instead of `step` and `layout`.
             settled: without `step`, False: the newest step of this store, although other nodes of the job may lack it.
         """
+        check_name("job", job)
+        check_name("layout", layout or "")
+        check_name("kept step", kept or "")
         self._connection = connection
         self._settled = settled
         self._layout = layout
@@ -390,7 +393,10 @@ class StoreReaderSync:
 
     def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
         """Request the descriptions of tensors from the store, and keep them. A name that does not exist is ignored."""
-        unknown = [fqn for fqn in fqns if fqn not in self._tensors]
+        names = list(fqns)
+        for fqn in names:
+            check_name("tensor", fqn)
+        unknown = [fqn for fqn in names if fqn not in self._tensors]
         if not unknown:
             return
         # If only one tensor is unknown, one result is enough, because the store sorts by name, so this tensor comes
@@ -516,6 +522,7 @@ def _cut(whole: TensorPart, part_numel: int) -> list[TensorPart]:
 
 
 def _check_out(out: torch.Tensor, dtype: torch.dtype, target: TensorPart) -> torch.Tensor:
+    check_values("out", out)
     if out.dtype != dtype or out.numel() != target.numel or not out.is_contiguous() or out.device.type != "cpu":
         raise ConfigError(
             f"out is of {out.dtype}, {out.numel()} elements on {out.device}, contiguous: {out.is_contiguous()}; "

@@ -27,6 +27,34 @@ _KIND_NAMES = {value: name for name, value in _KINDS.items()}
 _PLACEMENTS: Mapping[str, Tier] = {name: TIERS[name] for name in get_args(Placement)}
 
 
+def check_name(what: str, name: object) -> None:
+    """Check that a name is text that can be sent. `what` says what it names.
+
+    Raises:
+        ConfigError: it is not a str, or has characters that UTF-8 cannot encode (halves of a surrogate pair).
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a {what} is a str, and {name!r} is of type {type(name).__name__}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the name {name!r} of a {what} cannot be encoded as UTF-8; choose another name") from None
+
+
+def check_values(what: str, tensor: object) -> None:
+    """Check that an argument is a tensor whose memory holds all its elements. `what` names the argument.
+
+    Raises:
+        ConfigError: it is no tensor, or it is sparse, or on the meta device.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{what} is of type {type(tensor).__name__}; give a torch.Tensor (torch.as_tensor makes one)")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{what} is sparse ({tensor.layout}), and the store keeps dense tensors; give its to_dense()")
+    if tensor.is_meta:
+        raise ConfigError(f"{what} is on the meta device, so it has no values; give a tensor that has some")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype of a tensor to be stored; the dtype is float32, bfloat16 or float16."""
@@ -42,6 +70,18 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Return the spec of a tensor."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    @classmethod
+    def given(cls, fqn: str, value: TensorSpec | torch.Tensor) -> TensorSpec:
+        """Return the spec that a caller gives for a tensor, as such or as a tensor, which may have no values.
+
+        Raises:
+            ConfigError: it is neither, or the tensor's name cannot be sent.
+        """
+        check_name("tensor", fqn)
+        if not isinstance(value, TensorSpec | torch.Tensor):
+            raise ConfigError(f"tensor {fqn!r}: give a TensorSpec or a torch.Tensor, not a {type(value).__name__}")
+        return cls.of(value) if isinstance(value, torch.Tensor) else value
 
     def to_proto(self, fqn: str) -> pb.Parameter:
         """Return the wire's message for a tensor of this spec. Raise ConfigError if the store cannot keep it."""

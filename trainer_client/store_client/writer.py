@@ -29,7 +29,7 @@ from trainer_client.errors import (
 from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of, resume
 from trainer_client.store_client.job_layout import PACKED, JobLayout
 from trainer_client.store_client.packing import Filling, Packing
-from trainer_client.store_client.types import TensorSpec, bytes_of
+from trainer_client.store_client.types import TensorSpec, bytes_of, check_values
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
 # The default size of a shard: large enough to keep a device busy, small enough for a small host budget.
@@ -176,8 +176,8 @@ class StoreWriterSync:
                 if self._committed != step:
                     raise StepAbortedError(
                         grpc.StatusCode.ABORTED,
-                        f"the connection to the store was lost ({error.message}) while step {step} of job "
-                        f"{self.name!r} was committed, and it is not there: put its tensors again",
+                        f"the commit of step {step} of job {self.name!r} got no answer ({error.message}), and the step "
+                        "is not there: put its tensors again",
                     ) from None
             except BaseException as error:
                 self._failure = (
@@ -376,6 +376,7 @@ class StoreWriterSync:
         spec = self._layout.tensors.get(fqn)
         if spec is None:
             raise ConfigError(f"job {self.name!r} was opened without a tensor {fqn!r}")
+        check_values(f"tensor {fqn!r}", tensor)
         if TensorSpec.of(tensor) != spec:
             raise ConfigError(
                 f"tensor {fqn!r} is of {tensor.dtype}, shape {list(tensor.shape)}; job {self.name!r} was opened with "

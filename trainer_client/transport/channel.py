@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
-from paramserver.contract.answered import is_about_the_model, is_answer
+from paramserver.contract.answered import is_about_a_device, is_about_the_model, is_answer
 from paramserver.contract.bearer import TraceParent
 from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
@@ -32,6 +32,7 @@ from trainer_client.errors import (
     PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
+    StoreDeviceError,
     StoreError,
     StoreNotFoundError,
     StoreTimeoutError,
@@ -193,7 +194,12 @@ def translate(error: grpc.RpcError) -> StoreError:
             "(`paramserver tokens list` shows); write one that counts to the file of paramserver.token_file or "
             f"${TOKEN_FILE_VARIABLE}, and start the job again"
         )
-    kind = OtherModelError if is_about_the_model(error.trailing_metadata()) else _ERRORS.get(code, StoreError)
+    marks = error.trailing_metadata()
+    kind = _ERRORS.get(code, StoreError)
+    if is_about_the_model(marks):
+        kind = OtherModelError
+    elif is_about_a_device(marks):
+        kind = StoreDeviceError
     return kind(code, reason)
 
 
