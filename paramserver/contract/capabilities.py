@@ -15,6 +15,6 @@ REPEATED_CALLS = "repeated-calls"
 # that the rank was writing.
 RETURNING_RANKS = "returning-ranks"
 
-# RETURNING_RANKS is not among them yet: tests.faults.pauses found a run that ended after such a return, and resumed
-# with other weights than a quiet run has.
+# RETURNING_RANKS is not among them yet, because a test of a trainer that comes back has failed once for a reason that
+# is not known.
 CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS)

@@ -112,7 +112,7 @@ def play(directory: Path, name: str, ranks: int, pauses: list[Pause], rng: rando
     """Run one round, a quiet run and one with pauses, and return the findings."""
     config = {"zero_optimization": dict(CONFIGS[name])}
     daemon = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS}
-    options: dict[str, Any] = {"steps": STEPS_APART * len(pauses) + 2, "changes": False, "daemon": daemon}
+    options: dict[str, Any] = {"steps": STEPS_APART * len(pauses) + 2, "only_trains": True, "daemon": daemon}
     whole = outlive(make_plan(directory / "whole", config, **options), ranks)
     plan = make_plan(directory / "paused", config, goes_on=True, **options)
     moments = Moments(plan, ranks, spread(len(pauses), STEPS_APART, rng), rng)

@@ -53,8 +53,8 @@ class Plan:
             `initialize`, before or after a call of the store: "before put 1" is before the second `put`.
         first_step: the step that the run begins or resumes with.
         goes_on: whether the run begins with the step after the job's last one instead.
-        changes: whether states are changed by hand in every third step. A run that is started again in the middle of
-            such a step does not make its change.
+        only_trains: whether the run makes neither evaluations, which use random numbers after a commit, nor changes by
+            hand. A run that is started again behind that commit would not repeat them.
         derives: whether the model is built without memory, so that its first values are computed from recipes.
         checkpoint: the checkpoint that `initialize` imports if the job has no step; None: no checkpoint.
         layers: the number of layers of the model.
@@ -73,7 +73,7 @@ class Plan:
     kills: list[tuple[int, str]] = field(default_factory=list)
     first_step: int = 1
     goes_on: bool = False
-    changes: bool = True
+    only_trains: bool = False
     derives: bool = False
     checkpoint: str | None = None
     layers: int = 3
@@ -232,12 +232,12 @@ def run_rank(plan: Plan) -> None:
                 with killer.within(step, "step"):
                     engine.step()
             killer.at(step, "after step")
-            if step % 2 == 0:
+            if step % 2 == 0 and not plan.only_trains:
                 here[1] = True
                 with torch.no_grad():
                     evaluations.append(engine(input_ids=batch, labels=batch).loss.item())
                 here[1] = False
-            if step % 3 == 0 and plan.changes:
+            if step % 3 == 0 and not plan.only_trains:
                 with killer.within(step, "change"):
                     engine.set_full("transformer.h.0.ln_1.weight", "param", torch.full((64,), 1.0 + step / 100))
                 with killer.within(step, "reading"):
