@@ -48,6 +48,7 @@ from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.recompute_choice import RecomputeChoice
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Residency
+from trainer_client.step.small_reads import SmallReads
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import Clipping, TrainingStep
 from trainer_client.step.updates import Updates
@@ -162,6 +163,7 @@ def _make_parts(
         recorder=rank.recorder,
         user_backward=passes,
         is_running_again=lambda: activations is not None and activations.is_running_again,
+        small_reads=_make_small_reads(user, rank, job),
     )
     hooks.install()
     if activations is not None:
@@ -298,6 +300,20 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
     )
     resources.callback(activations.close)
     return activations
+
+
+def _make_small_reads(user: UserObjects, rank: RankContext, job: Job) -> SmallReads:
+    """Return which parameters may be read outside of forwards: none if a read would wait for other ranks.
+
+    Scripts read on rank 0 alone, as in a line of the log.
+    """
+    zero = rank.settings.zero_optimization
+    reads_alone = rank.collectives.world_size == 1 or job.gather.is_one_sided
+    return SmallReads(
+        user.parameters if reads_alone else (),
+        largest=zero.stage3_param_persistence_threshold,
+        total=zero.stage3_model_persistence_threshold,
+    )
 
 
 def _make_access(

@@ -128,7 +128,7 @@ class ReleasedParameterError(ParameterUseError):
 
     _reason = (
         " outside of any forward of the model: its values are in the store; read them within engine.gathered(...), or "
-        "use them within a module's forward"
+        "use them within a module's forward (docs/models.md says which small parameters can be read without)"
     )
 
 

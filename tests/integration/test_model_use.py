@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.integration.support.model_runs import build, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
-from trainer_client import ConfigError, Engine
+from trainer_client import ConfigError, Engine, initialize
 from trainer_client.errors import PhaseError, ReleasedParameterError
 from trainer_client.model.released import ReleasedParameter
 
@@ -182,6 +182,55 @@ def test_a_released_parameter_shows_what_it_is_and_not_what_it_holds(model_store
             with pytest.raises(ReleasedParameterError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight"):
                 use()
         train(engine, BATCHES[1])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.large = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.large(hidden)
+
+
+def test_a_small_parameter_can_be_read_and_not_changed_outside_of_a_forward(model_store: str) -> None:
+    model = Scaled()
+    plain = copy.deepcopy(model)
+    section = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 8}
+    config = config_of(model_store, "small") | {"zero_optimization": section}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    stored = torch.optim.SGD(model.parameters(), lr=0.1)
+    with initialize(model=model, optimizer=stored, config=config)[0] as engine:
+        for _ in range(3):
+            assert model.scale.item() == plain.scale.item()
+            loss = engine(torch.ones(2, 8)).square().mean()
+            assert float(model.scale) == plain.scale.item()
+            engine.backward(loss)
+            engine.step()
+            plain(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert torch.equal(model.scale.exp(), plain.scale.exp())
+                assert model.large.bias.tolist() == plain.large.bias.tolist()
+        units = [type(parameter).__name__ for parameter in model.parameters()]
+        assert units == ["ReleasedParameter"] * 3
+        uses: list[Callable[[], Any]] = [
+            model.scale.exp,
+            lambda: model.scale.data,
+            model.scale.detach,
+            model.large.weight.sum,
+            lambda: nn.init.zeros_(model.scale),
+            lambda: torch.no_grad()(model.scale.clamp_)(0.0, 0.5),
+            torch.no_grad()(model.large.weight.sum),
+        ]
+        for use in uses:
+            with pytest.raises(ReleasedParameterError, match=r"scale|large\.weight"):
+                use()
+        assert model.scale.item() == plain.scale.item()
+    with pytest.raises(ReleasedParameterError, match="scale"):
+        model.scale.item()
 
 
 class CompiledBorrower(Language):

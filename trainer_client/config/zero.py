@@ -169,12 +169,15 @@ class ZeroSection(Section):
     stage3_prefetch_bucket_size: Annotated[
         float, WithoutEffect(why=_STORE_READS), Field(description="elements that are gathered ahead of use")
     ] = 50_000_000
-    stage3_param_persistence_threshold: Annotated[
-        int, WithoutEffect(why=_UNITS_STAY), Field(description="parameters up to this size stay whole")
-    ] = 100_000
-    stage3_model_persistence_threshold: Annotated[
-        int, WithoutEffect(why=_UNITS_STAY), Field(description="most elements that stay whole for their size")
-    ] = 2**63 - 1
+    stage3_param_persistence_threshold: int = Field(
+        default=100_000,
+        ge=0,
+        description="parameters of up to this many elements may be read outside of a forward, as in "
+        "`model.scale.item()`; see [models](models.md#reading-small-parameters)",
+    )
+    stage3_model_persistence_threshold: int = Field(
+        default=2**63 - 1, ge=0, description="most elements of all these parameters together"
+    )
     stage3_max_reuse_distance: Annotated[
         int, WithoutEffect(why=_UNITS_STAY), Field(description="keep parameters that are used again this soon")
     ] = 1_000_000_000

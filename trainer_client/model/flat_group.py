@@ -27,8 +27,9 @@ still gathered are cast again at their next use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -54,6 +55,8 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 
 Digests: TypeAlias = tuple[int, ...] | torch.Tensor
 """The digests of a group's parameters: one of each on the CPU, and on an accelerator one of all, 0-D int64 there."""
+
+GatherOnUse: TypeAlias = Callable[[ModelParameter, str], AbstractContextManager[Callable[[Any], None]] | None]
 
 # The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
 # NVMe is enough for them.
@@ -109,7 +112,7 @@ class FlatGroup:
         )
         self.start, self.stop = self.slot_table.partition_range(rank)
         self.unit = unit
-        self._gather_on_use: Callable[[ModelParameter, str], None] = _refuse
+        self._gather_on_use: GatherOnUse = _refuse
         self._suffix = suffix
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
@@ -296,10 +299,11 @@ class FlatGroup:
         self._memory.free()
         self._noted = None
 
-    def gather_on_use(self, gather: Callable[[ModelParameter, str], None]) -> None:
+    def gather_on_use(self, gather: GatherOnUse) -> None:
         """Have `gather` called when a function of torch is given a released parameter, with the function's name.
 
-        `gather` gathers the group, or raises. Before this call, each such use raises ReleasedParameterError.
+        `gather` gathers the group, or raises; see released.release for what it returns. Before this call, each such use
+        raises ReleasedParameterError.
         """
         self._gather_on_use = gather
 
@@ -386,8 +390,10 @@ class FlatGroup:
         doubt, self._doubt = self._doubt, None
         return doubt is not None and bool(doubt)
 
-    def _on_released_access(self, parameter: ModelParameter, function: str) -> None:
-        self._gather_on_use(parameter, function)
+    def _on_released_access(
+        self, parameter: ModelParameter, function: str
+    ) -> AbstractContextManager[Callable[[Any], None]] | None:
+        return self._gather_on_use(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give the parameters these data, unless they are the user's."""
@@ -398,5 +404,5 @@ class FlatGroup:
             parameter.tensor.data = tensor
 
 
-def _refuse(parameter: ModelParameter, function: str) -> None:
+def _refuse(parameter: ModelParameter, function: str) -> NoReturn:
     raise ReleasedParameterError(parameter.fqn, function)

@@ -11,8 +11,9 @@ then. torch does the same with the uninitialised parameters of lazy modules (`Un
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -58,6 +59,9 @@ _FOR_GRADIENTS = frozenset(
 )
 
 
+OnAccess: TypeAlias = Callable[[str], AbstractContextManager[Callable[[Any], None]] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Original:
     """What a parameter was before its release.
@@ -69,7 +73,7 @@ class _Original:
     """
 
     cls: type[nn.Parameter]
-    on_access: Callable[[str], None]
+    on_access: OnAccess
     has_gradient: bool
 
 
@@ -89,11 +93,18 @@ class ReleasedParameter(UnavailableParameter):
         without_values = func in _METADATA or func in _FOR_GRADIENTS
         if name not in _VALUES if is_attribute else without_values and not _is_in_vain(func, (args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        for argument in tree_leaves((args, kwargs)):
-            # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
-            if isinstance(argument, ReleasedParameter):
-                argument._paramserver_original.on_access(name)
-        return func(*args, **kwargs)
+        with ExitStack() as reads:
+            checks = []
+            for argument in tree_leaves((args, kwargs)):
+                # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
+                if isinstance(argument, ReleasedParameter):
+                    read = argument._paramserver_original.on_access(name)
+                    if read is not None:
+                        checks.append(reads.enter_context(read))
+            result = func(*args, **kwargs)
+            for check in checks:
+                check(result)
+            return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -112,11 +123,13 @@ def _is_in_vain(func: Callable[..., Any], arguments: Any) -> bool:
     )
 
 
-def release(parameter: nn.Parameter, on_access: Callable[[str], None], *, has_gradient: bool = True) -> None:
+def release(parameter: nn.Parameter, on_access: OnAccess, *, has_gradient: bool = True) -> None:
     """Make the parameter a `ReleasedParameter`; idempotent.
 
     Before a function of torch gets the parameter's values, `on_access` is called with the function's name. It has to
-    call `restore` with the parameter, or raise. Without `has_gradient`, this is so for hooks on its gradient, too.
+    call `restore` with the parameter, or raise. For a use that ends with the function it returns a context around the
+    call, whose value is called with the result and may raise. Without `has_gradient`, this is so for hooks on its
+    gradient, too.
     """
     if not isinstance(parameter, ReleasedParameter):
         show_status(parameter, ZeroParamStatus.AVAILABLE)

@@ -46,7 +46,7 @@ compiled unit is cut in two at the place where the parameter is used, unless it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -73,6 +73,7 @@ from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
+from trainer_client.step.small_reads import SmallReads
 from trainer_client.step.tensor_tree import TensorTree, computed_attributes
 from trainer_client.step.trace import Clock, Trace
 from trainer_client.step.updates import Updates
@@ -159,6 +160,7 @@ class UnitHooks:
         recorder: takes note of the phases, and of which unit's code runs.
         user_backward: asked when a gradient comes and `engine.backward` is not running.
         is_running_again: returns whether a module is being run only to make a boundary again.
+        small_reads: the parameters that may be read outside of forwards.
     """
 
     def __init__(
@@ -175,6 +177,7 @@ class UnitHooks:
         recorder: Recorder,
         user_backward: UserBackward,
         is_running_again: Callable[[], bool],
+        small_reads: SmallReads,
     ) -> None:
         self._units = units
         self._root = units[0]
@@ -187,6 +190,7 @@ class UnitHooks:
         self._recorder = recorder
         self._user_backward = user_backward
         self._is_running_again = is_running_again
+        self._small_reads = small_reads
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
         self._inference = Trace(clock, amid=self._training)
@@ -730,6 +734,7 @@ class UnitHooks:
     def stop_watching_gradients(self) -> None:
         """Remove the hooks on parameters, without which no engine and no model would ever be freed. Idempotent."""
         self._parameter_hooks.remove()
+        self._small_reads.end()
 
     def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, tensor: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing.
@@ -768,11 +773,16 @@ class UnitHooks:
         for each in (unit, *(self._units[index] for index in self._external.seen(unit))):
             self._residency.share(each, Holder(unit.index, part))
 
-    def _gather_owner_on_use(self, owner: Unit, parameter: ModelParameter, function: str) -> None:
+    def _gather_owner_on_use(
+        self, owner: Unit, parameter: ModelParameter, function: str
+    ) -> AbstractContextManager[Callable[[Any], None]] | None:
         """Gather `owner` for the unit that runs, because torch was given one of the owner's released parameters.
 
+        If no unit runs, the user's code outside of the model has used the parameter. A small one may be read so, within
+        the context that is returned.
+
         Raises:
-            ReleasedParameterError: no unit runs, so the user's code outside of the model has used the parameter.
+            ReleasedParameterError: no unit runs, and the parameter may not be read.
         """
         if self._running:
             user_unit = self._running[-1].unit
@@ -780,9 +790,12 @@ class UnitHooks:
             # The backward of a function of the user's has used the parameter. The hooks do not know in which unit, so
             # the owner is held for the root, whose backward lasts longest.
             user_unit = self._root
+        elif self.phase in (Phase.IDLE, Phase.FORWARD) and self._small_reads.allows(parameter, function):
+            return self._small_reads.reading(owner, parameter, function)
         else:
             raise ReleasedParameterError(parameter.fqn, function)
         self._hold_for_user(user_unit, {owner.index})
+        return None
 
     def _hold_for_user(self, user_unit: Unit, owners: set[int]) -> None:
         """Gather the `owners` of parameters that `user_unit` uses, and hold them for it, now and in its backward."""

@@ -80,8 +80,6 @@ SET: dict[str, Any] = {
         "round_robin_gradients": True,
         "sub_group_size": 1,
         "stage3_prefetch_bucket_size": 1,
-        "stage3_param_persistence_threshold": 1,
-        "stage3_model_persistence_threshold": 1,
         "stage3_max_reuse_distance": 1,
         "load_from_fp32_weights": False,
         "elastic_checkpoint": True,
