@@ -59,7 +59,11 @@ class Plan:
 
 
 class Moment(dict[str, int]):
-    """A value of the user's client state that calls a function when it is encoded, which is just before the vote."""
+    """A value of the user's client state that calls a function when it is encoded.
+
+    That is just before the vote, when `engine.global_steps` counts the step already, and once at the beginning of the
+    step, when the engine looks whether the state can be committed.
+    """
 
     def __init__(self, act: Any) -> None:
         super().__init__(steps=0)
@@ -108,9 +112,9 @@ def train(plan: Plan, directory: Path) -> dict[str, Any]:
     rng = None if plan.seed is None else random.Random(f"{plan.seed} {rank} {engine.resumed_step}")
 
     def before_vote() -> None:
-        if rank == 1 and engine.global_steps == plan.dies:
+        if rank == 1 and 0 < plan.dies == engine.global_steps:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0 and engine.global_steps == plan.stops:
+        if rank == 0 and 0 < plan.stops == engine.global_steps:
             (directory / "stopped").touch()
             wait_for(directory / "go-on")
 
