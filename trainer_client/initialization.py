@@ -55,7 +55,7 @@ from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.former_starts import remove_former_starts
 from trainer_client.run.job import Job
-from trainer_client.run.job_choice import choose_job, naming_its_jobs
+from trainer_client.run.job_choice import choose_job, naming_its_jobs, naming_open_engines
 from trainer_client.run.job_place import JobPlace
 from trainer_client.run.node_store import find_store, join_processes
 from trainer_client.run.run_state import Scheduler
@@ -262,8 +262,7 @@ def initialize(
             recorder=recorder,
             log_context=log_context,
         )
-        job = Job(user, rank, policy, initial_values, is_imported=is_imported)
-        cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
+        job = _open_job(user, rank, policy, initial_values, is_imported=is_imported)
         engine = make_engine(user, rank, job, batch, resources)
     for module, parameter in external_parameters(model):
         if owner_of(parameter) is engine:
@@ -503,6 +502,16 @@ def _declare(
             ],
         },
     )
+
+
+def _open_job(
+    user: UserObjects, rank: RankContext, policy: UnitPolicy, initial_values: InitialValues, *, is_imported: bool
+) -> Job:
+    """Open the job, and give the model's buffers the dtype that the config asks for. All ranks must call this."""
+    with naming_open_engines(rank.store.address, rank.place.job):
+        job = Job(user, rank, policy, initial_values, is_imported=is_imported)
+    cast_buffers(user.module, PrecisionPolicy.of(rank.settings).buffer_dtype)
+    return job
 
 
 def _choose_job(

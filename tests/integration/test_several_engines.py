@@ -22,7 +22,7 @@ from tests.integration.support.several_engines import TRAINED, build, config_of,
 from tests.integration.support.waiting import wait_until
 from trainer_client import at_exit
 from trainer_client.config.loading import load_config
-from trainer_client.errors import ConfigError, LocalDaemonError
+from trainer_client.errors import ConfigError, LocalDaemonError, StoreBudgetError
 from trainer_client.run.forgotten import collect_forgotten
 from trainer_client.run.former_starts import remove_former_starts
 from trainer_client.run.local_daemon import LOCK_NAME, local_address
@@ -283,3 +283,17 @@ def test_jobs_of_former_starts_do_not_fill_the_budget(tmp_path: Path, caplog: py
             assert [job.name for job in client.list_jobs()] == ["accelerate-20261120-101500-abcdef", "mine"]
     finally:
         share.leave()
+
+
+def test_a_budget_that_does_not_hold_two_engines_names_the_open_one(tmp_path: Path) -> None:
+    def begin(width: int, job: str) -> Any:
+        config = config_of(str(tmp_path / "state"), 3, host_budget="32MiB", job=job) | TRAINED
+        return trainer_client.initialize(model=torch.nn.Linear(width, width), config=config)[0]
+
+    first = begin(1100, "first")
+    with pytest.raises(
+        StoreBudgetError, match=r"with the jobs 'first': close those that are not needed any more \(engine\.close\(\)"
+    ):
+        begin(1000, "second")
+    first.close()
+    begin(1000, "second").close()

@@ -30,7 +30,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.errors import ConfigError, TrainerClientError
+from trainer_client.errors import ConfigError, StoreBudgetError, TrainerClientError
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.stored_step import StoreAddress, connect
 from trainer_client.transport.credentials import Credentials
@@ -67,6 +67,22 @@ def _present_loop() -> Loop:
     stand_in = sys.modules.get("deepspeed")
     by_name = stand_in is not None and stand_in.__name__ == __name__.partition(".")[0]
     return _loop.get() or (Loop.DEEPSPEED if by_name else Loop.OWN)
+
+
+@contextmanager
+def naming_open_engines(address: str, job: str) -> Iterator[None]:
+    """Enclose the opening of a job: an error about a budget names the open engines of this process that use it, too."""
+    try:
+        yield
+    except StoreBudgetError as error:
+        others = [other for place, other in _open if place == address and other != job]
+        if not others:
+            raise
+        raise StoreBudgetError(
+            error.code,
+            f"{error.message}. Open engines of this process have memory of this store, too, with the jobs "
+            f"{', '.join(map(repr, others))}: close those that are not needed any more (engine.close(), or destroy())",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
