@@ -13,8 +13,8 @@
 | trainer beside others | >= 15 s      | the daemon, after 15 s    | after 15 to 20 s  | resumes         |
 | link to the daemon    | < 15 s       | its ranks, after 8 to 13 s | never            | session         |
 | link to the daemon    | >= 15 s      | the daemon, after 15 s    | as for a trainer  | resumes         |
-| node, link of nodes   | < 1800 s     | not said                  | never             | all             |
-| node, link of nodes   | >= 1800 s    | its peers, after 1800 s   | after 1800 s      | resumes         |
+| node, link of nodes   | < 20 s       | not said                  | never             | all             |
+| node, link of nodes   | >= 20 s      | its peers, after 20 to 25 s | after 20 to 26 s | resumes        |
 
 docs/silence.md has the table with the meaning of its words, and tests/unit/paramserver/contract/test_silence.py
 compares the two with the settings.
@@ -27,3 +27,8 @@ from __future__ import annotations
 # still there.
 PING_SECONDS = 5
 ANSWER_SECONDS = 8
+
+# A rank whose watch has said nothing to the ranks' key-value store for the first of these times is lost. Each says its
+# place in every interval.
+RANK_SECONDS = 20
+RANK_INTERVAL_SECONDS = 5

@@ -1,4 +1,10 @@
-"""The watch: which collective each rank is in, for the error message of a rank whose wait for the others times out.
+"""The watch: which collective each rank is in, and whether it is still there.
+
+A rank whose wait for the others fails says in its error where they were. A rank that waits learns within some 25 s that
+another one has been silent, as after a loss of its node or of the link to it. gloo sees only that a connection was
+closed, and not always that (`make partial` met a rank that waited on after the other one had been killed). The watch
+is a thread that needs Python's lock for microseconds, so a busy rank is not taken for a lost one, unless other code of
+its process holds that lock for 20 s. The heartbeats of its session would be missing by then, too.
 
 This module owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value
 store), and what it has last read of the other ranks' places. Only this thread uses the key-value store, because a call
@@ -15,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-_LONGEST_INTERVAL_SECONDS = 5.0
+from paramserver.contract.silence import RANK_INTERVAL_SECONDS, RANK_SECONDS
+
 # A caller waits no longer than this for news. The key-value store answers within milliseconds, unless it is lost.
 _NEWS_SECONDS = 1.0
 _UNKNOWN = "has said nothing yet"
@@ -52,10 +59,15 @@ class _Heard:
     Attributes:
         place: its place, for people.
         at: when it was there, in seconds of time.monotonic().
+        said: what it has written.
+        times: how many looks, one each interval, have found just that. They are counted, and no time is measured, so
+            that a pause of all ranks at once, as of a machine that is suspended, is no silence of the others.
     """
 
     place: str
     at: float
+    said: str
+    times: int
 
     def __str__(self) -> str:
         return f"was {self.place} when last heard of, {time.monotonic() - self.at:.0f} s ago"
@@ -85,10 +97,12 @@ class Watch:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._interval_seconds = min(timeout_seconds / 4, _LONGEST_INTERVAL_SECONDS)
+        self._interval_seconds = min(timeout_seconds / 4, RANK_INTERVAL_SECONDS)
         self._place = _Place(0, "", False)
         self._heard: dict[int, _Heard] = {}
         self._given_up: str | None = None
+        # When the call of the key-value store that is under way was made, in time.monotonic(); None if there is none.
+        self._asking_since: float | None = None
         # Callers count what they ask the thread for, and the thread counts what it has done of that.
         self._changed = threading.Condition()
         self._asked = self._done = 0
@@ -125,11 +139,17 @@ class Watch:
 
     @property
     def given_up(self) -> str | None:
-        """The first rank that was heard to give up or found to have gone, for people; None if the last look found none.
+        """The first rank that was heard to give up, or found to have gone or to be silent, for people; None for none.
 
         The watch looks while this rank waits in a collective for longer than its interval, which is 5 s at most, and
         while a thread beside the training waits for other ranks.
         """
+        since = self._asking_since
+        if self._given_up is None and since is not None and time.monotonic() - since > RANK_SECONDS:
+            self._given_up = (
+                f"the process that has the ranks' key-value store, that of rank 0, has not answered for "
+                f"{RANK_SECONDS:g} s"
+            )
         return self._given_up
 
     def exchange(self) -> None:
@@ -171,8 +191,9 @@ class Watch:
             self._say()
             # This rank reads the others' places while it still waits in a collective, because the process that has the
             # key-value store may be gone when the wait has failed.
-            if asked > self._done or self._beside or (self._place.inside and self._place is seen):
-                self._listen()
+            is_asked = asked > self._done
+            if is_asked or self._beside or (self._place.inside and self._place is seen):
+                self._listen(counts=not is_asked)
             seen = self._place
             with self._changed:
                 self._done = asked
@@ -181,26 +202,51 @@ class Watch:
     def _say(self) -> None:
         try:
             mark = _GAVE_UP if self._place.is_last else _TAKES_PART
-            self._store.set(str(self._rank), f"{time.time()} {mark}{self._place}")
+            with self._asking():
+                self._store.set(str(self._rank), f"{time.time()} {mark}{self._place}")
         except RuntimeError:
             # The rank that hosts the store is gone. The collectives report that.
             return
 
-    def _listen(self) -> None:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Enclose one call of the key-value store."""
+        self._asking_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asking_since = None
+
+    def _listen(self, *, counts: bool) -> None:
+        """Read what the other ranks have said last.
+
+        Args:
+            counts: whether this is the look of an interval, of which four without news make a silence.
+        """
         heard = self._heard.copy()
         try:
             for rank in range(self._world_size):
-                if rank != self._rank and self._store.check([str(rank)]):
-                    heard[rank] = self._hear(rank, self._store.get(str(rank)).decode())
+                if rank == self._rank:
+                    continue
+                with self._asking():
+                    said = self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else None
+                if said is not None:
+                    heard[rank] = self._hear(rank, said, counts=counts)
         except RuntimeError:
             if self._given_up is None:
                 self._given_up = "the process that has the ranks' key-value store has gone"
         # Other threads may read the former dictionary now, so it is replaced and not changed.
         self._heard = heard
 
-    def _hear(self, rank: int, said: str) -> _Heard:
+    def _hear(self, rank: int, said: str, *, counts: bool) -> _Heard:
         said_at, _, place = said.partition(" ")
         mark, place = place[:1], place[1:]
-        if mark == _GAVE_UP and self._given_up is None:
-            self._given_up = f"rank {rank} is {place}"
-        return _Heard(place, time.monotonic() - max(0.0, time.time() - float(said_at)))
+        last = self._heard.get(rank)
+        times = last.times if last is not None and last.said == said else 0
+        heard = _Heard(place, time.monotonic() - max(0.0, time.time() - float(said_at)), said, times + counts)
+        if self._given_up is None:
+            if mark == _GAVE_UP:
+                self._given_up = f"rank {rank} is {place}"
+            elif (heard.times - 1) * self._interval_seconds >= RANK_SECONDS:
+                self._given_up = f"rank {rank} is silent, as after a loss of its node, of its link or of its process"
+        return heard

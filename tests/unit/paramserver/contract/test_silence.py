@@ -25,13 +25,13 @@ def test_the_table_has_the_times_of_the_settings() -> None:
     training, answer = ParamserverSection(), silence.ANSWER_SECONDS
     ping = silence.PING_SECONDS + answer
     heartbeat = f"{DaemonConfig.model_fields['heartbeat_timeout_seconds'].default:g}"
-    reattach, collective = f"{training.reattach_timeout_seconds:g}", f"{training.collective_timeout_seconds:g}"
+    reattach, rank = f"{training.reattach_timeout_seconds:g}", silence.RANK_SECONDS
     times = {
         "daemon": [f"< {ping} s", f"{ping} to {reattach} s", f"> {reattach} s"],
         "trainer alone": [f"< {heartbeat} s", f">= {heartbeat} s"],
         "trainer beside others": [f"< {heartbeat} s", f">= {heartbeat} s"],
         "link to the daemon": [f"< {heartbeat} s", f">= {heartbeat} s"],
-        "node, link of nodes": [f"< {collective} s", f">= {collective} s"],
+        "node, link of nodes": [f"< {rank} s", f">= {rank} s"],
     }
 
     assert {who: [row[1] for row in table if row[0] == who] for who in times} == times
@@ -41,7 +41,7 @@ def test_the_table_has_the_times_of_the_settings() -> None:
         f"its ranks, after {answer} to {ping} s",
         f"its ranks, after {reattach} s",
         f"the daemon, after {heartbeat} s",
-        f"its peers, after {collective} s",
+        f"its peers, after {rank} to {rank + silence.RANK_INTERVAL_SECONDS} s",
     }
     # A session whose daemon was silent must still be there when its rank looks.
     assert ping < float(heartbeat)

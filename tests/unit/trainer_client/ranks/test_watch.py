@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
+from trainer_client.ranks import watch as module
 from trainer_client.ranks.watch import Watch
 
 # A watch writes and looks four times in this time.
@@ -103,3 +106,31 @@ def test_the_places_are_those_that_were_heard_last_while_the_store_of_the_ranks_
         store.answers.set()
         waiting.close()
         silent.close()
+
+
+def test_a_rank_that_waits_hears_that_another_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RANK_SECONDS", TIMEOUT_SECONDS)
+    store = Shared()
+    waiting, silent = (Watch(store, rank, 2, TIMEOUT_SECONDS) for rank in range(2))
+    try:
+        with waiting.within("the gather of blocks.0"):
+            assert not within(4 * TIMEOUT_SECONDS, lambda: waiting.given_up is not None), "both say their places"
+            # The process of the rank is killed, so its watch writes nothing any more.
+            silent.close()
+            assert within(10, lambda: waiting.given_up is not None)
+        assert waiting.given_up == "rank 1 is silent, as after a loss of its node, of its link or of its process"
+    finally:
+        waiting.close()
+
+
+def test_a_rank_that_waits_hears_that_the_key_value_store_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RANK_SECONDS", TIMEOUT_SECONDS)
+    store = Shared()
+    waiting = Watch(store, 1, 2, TIMEOUT_SECONDS)
+    try:
+        store.answers.clear()
+        assert within(10, lambda: waiting.given_up is not None)
+        assert "the ranks' key-value store, that of rank 0, has not answered for 0.2 s" in str(waiting.given_up)
+    finally:
+        store.answers.set()
+        waiting.close()
