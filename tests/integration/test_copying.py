@@ -216,12 +216,16 @@ def test_the_part_of_one_node_is_copied_and_keeps_a_step_to_go_back_to(
         rank.register()
         rank.stage_all()
         rank.commit(0)
+        # The ranks have found out that both nodes have the step. Without this it could be of this node alone.
+        rank.call("SettleStep", step=0)
         # The first step comes from a backup. Its moments were never written.
         admin("backup", job, str(tmp_path / "backup"), "--address", stores.first.address)
         admin("restore", job, str(tmp_path / "backup"), "--address", stores.second.address)
         rank.train(1, 3)
+        rank.call("SettleStep", step=3)
         copy(stores.first, stores.second, job)
         rank.train(4, 4)
+        rank.call("SettleStep", step=4)
         copy(stores.first, stores.second, job)
     # The node of rank 0 may still be at the step of the copy before.
     steps = admin_json("versions", job, "--address", stores.second.address)["steps"]
