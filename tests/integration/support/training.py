@@ -7,7 +7,6 @@ torchrun's environment variables.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -402,7 +401,7 @@ def train_through_store(run: Run) -> Result:
             if index <= engine.resumed_step * run.accumulation:
                 continue
             batch = tokens.to(engine.device)
-            boundary = engine.is_gradient_accumulation_boundary()
+            boundary, skipped = engine.is_gradient_accumulation_boundary(), engine.skipped_steps
             with engine.no_sync() if run.schedule_of_reduction == "no_sync" and not boundary else nullcontext():
                 loss = engine(input_ids=batch, labels=batch).loss
                 scaled = poisoned(loss, run, index, rank, world_size)
@@ -418,8 +417,8 @@ def train_through_store(run: Run) -> Result:
             time.sleep(run.pause_seconds)
             losses.append((loss / run.accumulation).item())
             norm = engine.get_global_grad_norm()
-            ended = engine.micro_steps % run.accumulation == 0
-            if run.clipping and ended and norm is not None and math.isfinite(norm):
+            is_made = engine.micro_steps % run.accumulation == 0 and engine.skipped_steps == skipped
+            if run.clipping and is_made and norm is not None:
                 norms.append(norm)
         report = engine.step_report()
         return Result(
