@@ -12,6 +12,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Collections find nothing here. A later one in a forked process would visit, and so copy, the memory of all modules.
 gc.disable()
 MODULES = (
+    # gRPC comes before trainer_client, which would import it with fewer lines for the log. Daemons log them all.
+    "grpc",
     "tests.integration.support.training",
     "paramserver.cli",
     "paramserver.admin.cli",
