@@ -7,6 +7,7 @@ process either, so both are counted.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from contextlib import ExitStack
@@ -66,8 +67,19 @@ class _JoinedGroup:
         if dist.group.WORLD is group:
             dist.destroy_process_group()
 
+    def keep_in_child(self) -> None:
+        """Never free the group in a forked child, because gloo would wait there for a thread that the child lacks.
+
+        A child that ends as a script does, and not by os._exit as workers do, would end with SIGSEGV
+        (tests/integration/test_forks.py).
+        """
+        if self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._group = None
+
 
 _joined = _JoinedGroup()
+os.register_at_fork(after_in_child=_joined.keep_in_child)
 
 
 def choose_device(settings: TrainingConfig) -> tuple[int, torch.device]:
