@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from paramserver import __version__
+from paramserver.build import read_build
 from paramserver.config import DaemonConfig, load_config
 from paramserver.errors import ConfigError
 from paramserver.security import cli as security_cli
@@ -34,14 +35,15 @@ app.add_typer(security_cli.tokens, name="tokens")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paramserver {__version__}")
+        typer.echo(f"paramserver {__version__}, build {read_build()}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and build."),
     ] = False,
 ) -> None:
     pass

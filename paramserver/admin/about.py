@@ -9,6 +9,7 @@ from paramserver import __version__
 from paramserver.admin import printers, tables
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson
 from paramserver.admin.nodes import Question, run
+from paramserver.build import read_build
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
@@ -30,10 +31,15 @@ def _config_values(response: admin_pb.GetConfigResponse) -> Any:
 
 
 def version(address: Address = None, as_json: AsJson = False) -> None:
-    """Show the versions of this tool, of the daemon, and of what the daemon runs on."""
+    """Show the versions and builds of this tool and of the daemon, and the versions of what the daemon runs on."""
+    build = read_build()
     question = Question(
         call=lambda store, _: store.GetVersion(admin_pb.GetVersionRequest(), timeout=DEADLINE_SECONDS),
-        show=lambda response: tables.version_table(response, __version__),
-        values=lambda response: {"client_version": __version__, **printers.values_of(response)},
+        show=lambda response: tables.version_table(response, __version__, build),
+        values=lambda response: {
+            "client_version": __version__,
+            "client_build": build,
+            **printers.values_of(response),
+        },
     )
     run(address, question, as_json=as_json)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from paramserver import __version__
 from paramserver.admin.about import config, version
 from paramserver.admin.accounts import accounts
 from paramserver.admin.connection import CREDENTIALS, Credentials
@@ -30,6 +31,7 @@ from paramserver.admin.tiers import tiers
 from paramserver.admin.top import top
 from paramserver.admin.verify import verify
 from paramserver.admin.versions import versions
+from paramserver.build import read_build
 
 # The character \b makes click print the lines of a paragraph as they are, without joining them.
 _SEVERAL = """\b
@@ -51,8 +53,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paramserver-admin {__version__}, build {read_build()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and build."),
+    ] = False,
     token_file: Annotated[
         Path | None, typer.Option(help="File of an admin token.", envvar="PARAMSERVER_TOKEN_FILE")
     ] = None,

@@ -354,12 +354,12 @@ def config_table(response: admin_pb.GetConfigResponse) -> Table:
     return table
 
 
-def version_table(response: admin_pb.GetVersionResponse, client: str) -> Table:
-    """Return a table of the versions of a daemon and of this tool, which is `client`."""
+def version_table(response: admin_pb.GetVersionResponse, client: str, build: str) -> Table:
+    """Return a table of the versions of a daemon and of this tool, which is `client` of `build`."""
     table = new_table("Versions", ["what", "version"], left=("what", "version"))
     rows = {
-        "paramserver-admin": client,
-        "daemon": response.version,
+        "paramserver-admin": f"{client}, build {build}",
+        "daemon": f"{response.version}, build {response.build or 'not known to a daemon so old'}",
         "state directory": response.state_dir,
         "host and process": f"{response.host}, pid {response.pid}",
         "started": clock(response.started_at_unix_seconds),

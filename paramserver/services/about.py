@@ -47,10 +47,11 @@ def _absolute(value: object, shown: Any) -> Any:
     return str(value.absolute()) if isinstance(value, Path) else shown
 
 
-def describe_version(epoch: str, state_dir: Path, started_at: float) -> admin_pb.GetVersionResponse:
+def describe_version(build: str, epoch: str, state_dir: Path, started_at: float) -> admin_pb.GetVersionResponse:
     """Return the versions of this process and of what it runs on."""
     return admin_pb.GetVersionResponse(
         version=__version__,
+        build=build,
         epoch=epoch,
         state_dir=str(state_dir),
         host=socket.gethostname(),

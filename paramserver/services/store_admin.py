@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from paramserver.build import read_build
 from paramserver.events import KEPT_OF_A_KIND, EventKind
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
@@ -47,6 +48,7 @@ class StoreAdmin(Operations):
         self._gate = parts.gate
         self._quotas = parts.quotas
         self._started_at = time.time()
+        self._build = read_build()
 
     @needs(Right.ADMIN)
     async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
@@ -207,7 +209,7 @@ class StoreAdmin(Operations):
 
     @needs(Right.ADMIN)
     async def GetVersion(self, _: admin_pb.GetVersionRequest) -> admin_pb.GetVersionResponse:
-        return describe_version(self._view.epoch, self._view.state_dir, self._started_at)
+        return describe_version(self._build, self._view.epoch, self._view.state_dir, self._started_at)
 
 
 def _event_kind(word: str) -> EventKind:

@@ -171,7 +171,7 @@ class GetVersionRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVersionResponse(_message.Message):
-    __slots__ = ("version", "epoch", "state_dir", "host", "pid", "started_at_unix_seconds", "python", "torch", "grpc", "catalog_format")
+    __slots__ = ("version", "epoch", "state_dir", "host", "pid", "started_at_unix_seconds", "python", "torch", "grpc", "catalog_format", "build")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_DIR_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class GetVersionResponse(_message.Message):
     TORCH_FIELD_NUMBER: _ClassVar[int]
     GRPC_FIELD_NUMBER: _ClassVar[int]
     CATALOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: str
     state_dir: str
@@ -192,7 +193,8 @@ class GetVersionResponse(_message.Message):
     torch: str
     grpc: str
     catalog_format: int
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., started_at_unix_seconds: _Optional[float] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., grpc: _Optional[str] = ..., catalog_format: _Optional[int] = ...) -> None: ...
+    build: str
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., started_at_unix_seconds: _Optional[float] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., grpc: _Optional[str] = ..., catalog_format: _Optional[int] = ..., build: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("job",)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from paramserver import __version__, vocabulary
 from paramserver.admin.cli import app
+from paramserver.build import read_build
 from paramserver.config import DaemonConfig
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -170,7 +171,8 @@ def test_config_shows_every_key_as_the_daemon_runs_and_version_what_it_is(daemon
     assert version["version"] == version["client_version"] == __version__
     assert (version["pid"], version["state_dir"]) == (daemon.process.pid, str(daemon.state_dir))
     assert version["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert __version__ in admin(daemon.address, "version")
+    assert version["build"] == version["client_build"] == read_build()
+    assert admin(daemon.address, "version").count(f"{__version__}, build {read_build()}") == 2
 
 
 def test_top_shows_all_tables_once_or_a_line_for_each_reading(daemon: Daemon, clients: Clients) -> None:

@@ -34,7 +34,7 @@ FLOORS = {
         "engine",
     ),
     "paramserver": (
-        "__init__ errors events v1",
+        "__init__ build errors events v1",
         "contract",
         "vocabulary",
         "optimizer_kernel process",

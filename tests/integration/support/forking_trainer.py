@@ -48,9 +48,12 @@ def report_of_child(actions: dict[str, Callable[[], object]]) -> dict[str, str]:
         sys.exit()
     os.close(writing)
     with os.fdopen(reading) as report:
-        told: dict[str, str] = json.load(report)
+        text = report.read()
     _, status = os.wait()
-    return told | {"exit": str(os.waitstatus_to_exitcode(status))}
+    code = os.waitstatus_to_exitcode(status)
+    assert text, f"the child ended with {code} before its report"
+    told: dict[str, str] = json.loads(text)
+    return told | {"exit": str(code)}
 
 
 def main(address: str) -> None:

@@ -1,0 +1,31 @@
+"""The build of this installation: a digest of the project's code, as it lies on the disk.
+
+Two installations have one build if and only if they have the same code, whether they are wheels, source distributions,
+images or editable source trees with changes of one's own. A number that is made at packaging would say nothing about
+the last kind. This module must never import another module of the project, because both commands show the build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("paramserver", "storage", "trainer_client")
+# The suffixes of files that are installed with the packages: code, and what the page is made of.
+_SUFFIXES = frozenset({".py", ".html", ".css", ".js"})
+_DIGEST_BYTES = 6
+
+
+def read_build(root: Path = _ROOT) -> str:
+    """Return the build of the packages in `root` in 12 hexadecimal digits. It takes some 50 ms.
+
+    A process keeps what it has read at its start, because the code on the disk may be another one later.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*")):
+        if path.suffix in _SUFFIXES:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,32 @@
+"""The build tells installations apart by their code alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from paramserver import __version__, cli
+from paramserver.admin import cli as admin_cli
+from paramserver.build import read_build
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_copy_of_the_code_has_the_same_build_and_any_change_another_one(tmp_path: Path) -> None:
+    for package in ("paramserver", "storage", "trainer_client"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.pyi"))
+    build = read_build()
+    assert read_build(tmp_path) == build
+    page = tmp_path / "paramserver" / "page" / "page.js"
+    page.write_text(page.read_text() + "\n")
+    changed = read_build(tmp_path)
+    page.rename(page.with_name("other.js"))
+    assert len({build, changed, read_build(tmp_path)}) == 3
+
+
+def test_both_commands_show_version_and_build() -> None:
+    for app, name in ((cli.app, "paramserver"), (admin_cli.app, "paramserver-admin")):
+        shown = CliRunner().invoke(app, ["--version"])
+        assert (shown.exit_code, shown.output) == (0, f"{name} {__version__}, build {read_build()}\n")
