@@ -16,7 +16,7 @@ import typer
 
 from paramserver import __version__
 from paramserver.admin.exit_codes import ExitCode
-from paramserver.contract.address import ADDRESS_VARIABLE, is_loopback, is_socket
+from paramserver.contract.address import ADDRESS_VARIABLE, check_daemon, is_loopback, is_socket
 from paramserver.contract.channel import TlsFiles, channel_to
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
@@ -78,9 +78,9 @@ class Credentials:
         if token is not None and not (files or local or self.insecure or is_loopback(address)):
             fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
         try:
-            return channel_to(address, tls=files, token=token)
+            return channel_to(check_daemon(address), tls=files, token=token)
         except ValueError as error:
-            fail(f"address {address}: {error}")
+            fail(f"address {address!r}: {error}")
         except OSError as error:
             raise UnreachableError(
                 f"no daemon answers at {address}; the directory of its socket cannot be used: {error.strerror}"

@@ -40,4 +40,4 @@ def _call(module: str, arguments: list[str]) -> None:
     }
     options = [word for option, path in files.items() if path is not None for word in (option, str(path))]
     insecure = ["--insecure"] if given.insecure else []
-    importlib.import_module(module).main([*options, *insecure, *arguments])
+    importlib.import_module(module).main([*options, *insecure, *arguments], "paramserver-admin")

@@ -12,13 +12,18 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from paramserver.admin import printers
-from paramserver.admin.connection import AsJson, interruptible
+from paramserver.admin.connection import AsJson, fail, interruptible
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.printable import printable
 
 
 def fsck(
-    state_dir: Annotated[Path, typer.Argument(metavar="STATE_DIR", help="The state directory, which no daemon uses.")],
+    state_dir: Annotated[
+        Path | None, typer.Argument(metavar="STATE_DIR", help="The state directory, which no daemon uses.")
+    ] = None,
+    state_dir_option: Annotated[
+        Path | None, typer.Option("--state-dir", metavar="STATE_DIR", help="The same, as `paramserver serve` has it.")
+    ] = None,
     nvme_dir: Annotated[
         list[Path] | None,
         typer.Option(help="Directory of a data file that is not where the catalog saw it last; may be repeated."),
@@ -30,6 +35,9 @@ def fsck(
     The exit status is 4 if the catalog or a data file is damaged, and 1 if they cannot be checked, for example because
     a daemon uses them. Data files are only read.
     """
+    if (state_dir is None) == (state_dir_option is None):
+        fail("give the state directory once: as STATE_DIR, or as --state-dir STATE_DIR")
+    directory = state_dir or state_dir_option or Path()
     # These modules import torch, which takes a second. No other verb needs torch, so they are imported here.
     from storage.errors import DataLossError, StorageError
     from storage.fsck import StateCheck, check_state
@@ -43,7 +51,7 @@ def fsck(
             Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
         ):
             task = bar.add_task("")
-            for check in check_state(state_dir, nvme_dir or ()):
+            for check in check_state(directory, nvme_dir or ()):
                 bar.update(task, completed=check.verified_bytes, total=check.total_bytes)
     except DataLossError as error:
         check.problems.append(str(error))
@@ -52,7 +60,7 @@ def fsck(
         raise typer.Exit(ExitCode.FAILED) from None
     with interruptible():
         if as_json:
-            printers.print_json({"state_dir": str(state_dir.absolute()), **asdict(check)})
+            printers.print_json({"state_dir": str(directory.absolute()), **asdict(check)})
         else:
             what = f"{check.jobs} jobs, {check.kept_steps} kept steps, {check.versions} versions, "
             out = printers.console()

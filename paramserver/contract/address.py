@@ -45,6 +45,24 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def check_daemon(address: str) -> str:
+    """Return the address of a daemon, after checking that it is `unix:/path/to.sock` or `host:port`.
+
+    Raises:
+        ValueError: it has neither form, or no socket can be at the path.
+    """
+    if is_socket(address):
+        socket_path(address)
+        return address
+    try:
+        port = host_and_port(address)[1]
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ValueError("write 'unix:/path/paramserver.sock' or 'host:port'")
+    return address
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach `host:port`."""
     host = address.rpartition(":")[0].strip("[]")

@@ -8,17 +8,27 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ByteSize
 from pydantic_core import PydanticCustomError
 
-_SIZE = re.compile(r"\s*[0-9_]*\.?[0-9_]+\s*[A-Za-z]*\s*")
+_SIZE = re.compile(r"\s*[0-9_]*\.?[0-9_]+\s*([A-Za-z]*)\s*")
 
 
 def _check_whole(value: Any) -> Any:
     """Return a value as it is. Raise an error for a text of which pydantic would read the beginning only.
 
-    Without this, pydantic would take "1,5GiB" for 1 byte, and true, too.
+    Without this, pydantic would take "1,5GiB" for 1 byte, and true, too. An unknown unit is refused here, because
+    pydantic's own error does not say which units there are.
     """
-    if isinstance(value, bool) or (isinstance(value, str) and _SIZE.fullmatch(value) is None):
-        raise PydanticCustomError("size", 'write a number of bytes, or a number with a unit, such as "1.5GiB"')
+    if isinstance(value, bool) or (isinstance(value, str) and not _is_size(value)):
+        raise PydanticCustomError(
+            "size",
+            "write a number of bytes, or a number with one of the units KiB, MiB, GiB, TiB, PiB (powers of 1024) and "
+            'KB, MB, GB, TB, PB (powers of 1000), such as "1.5GiB"',
+        )
     return value
+
+
+def _is_size(text: str) -> bool:
+    found = _SIZE.fullmatch(text)
+    return found is not None and (found[1].lower() or "b") in ByteSize.byte_sizes
 
 
 # The type of a key whose value is a size. A default is a plain ByteSize.

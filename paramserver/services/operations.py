@@ -154,7 +154,7 @@ class Operations:
         name, holder = convert.name(request.job, "job"), convert.name(request.holder, "holder")
         job = self._engine.jobs.get(name)
         if job is None:
-            raise no_job(name)
+            raise self.unknown_job(name, principal)
         self._sessions.replicas.report(
             name,
             job.settled_step,
@@ -219,14 +219,14 @@ class Operations:
         changed, restart_needed = await self._configuration.reload()
         return admin_pb.ReloadResponse(changed=changed, restart_needed=restart_needed)
 
-    def check_known(self, name: str) -> None:
+    def check_known(self, name: str, principal: Principal | None = None) -> None:
         """Check that there is a job of a name, or a kept step of it.
 
         Raises:
             NotFoundError: there is neither. The text lists the jobs that there are, for the operator.
         """
         if convert.name(name, "job") not in self._engine.jobs and not self._engine.kept_steps(name):
-            raise self.unknown_job(name)
+            raise self.unknown_job(name, principal)
 
     def known_job(self, name: str) -> Job:
         """Return the job of a name.
@@ -239,8 +239,13 @@ class Operations:
             raise self.unknown_job(name)
         return self._engine.job(name)
 
-    def unknown_job(self, name: str) -> NotFoundError:
-        """Return the error for an operator who names a job that is not there. Its text lists jobs that are."""
+    def unknown_job(self, name: str, principal: Principal | None = None) -> NotFoundError:
+        """Return the error for a caller who names a job that is not there.
+
+        Its text lists jobs that are, unless the principal is no operator, because only operators may learn those.
+        """
+        if principal is not None and principal.role is not Role.ADMIN:
+            return NotFoundError(f"there is no job {name!r}")
         names = self._view.job_names
         more = f" and {len(names) - MOST_JOBS_OF_AN_ERROR} more" if len(names) > MOST_JOBS_OF_AN_ERROR else ""
         known = ", ".join(names[:MOST_JOBS_OF_AN_ERROR]) or "none"
@@ -254,8 +259,3 @@ def describe_damage(error: StorageError) -> admin_pb.VerifyResponse.Damage:
         damage.version, damage.offset, damage.bytes = error.label, error.offset, error.nbytes
         damage.fqns.extend(error.fqns[:MAX_FQNS_OF_A_BLOCK])
     return damage
-
-
-def no_job(name: str) -> NotFoundError:
-    """Return the error for a caller who must not learn which jobs there are."""
-    return NotFoundError(f"there is no job {name!r}")

@@ -18,9 +18,9 @@ from paramserver.rpc.paging import Place, page_size
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
 from paramserver.security.gate import Context, check_deletion, check_job
-from paramserver.security.principals import Principal, Role
+from paramserver.security.principals import Principal
 from paramserver.services.about import describe_config, describe_version
-from paramserver.services.operations import AdminParts, Operations, no_job
+from paramserver.services.operations import AdminParts, Operations
 from paramserver.sessions.host_quota import limits_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -107,8 +107,7 @@ class StoreAdmin(Operations):
     async def _delete_job(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
         convert.name(request.job, "job")
         if request.job not in self._engine.jobs and not self._engine.kept_steps(request.job):
-            # Only an operator may learn which jobs there are, so the text for others does not list them.
-            raise self.unknown_job(request.job) if principal.role is Role.ADMIN else no_job(request.job)
+            raise self.unknown_job(request.job, principal)
         # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
         if attached := self._sessions.attached(request.job):
             raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
@@ -123,6 +122,8 @@ class StoreAdmin(Operations):
         name, note = convert.name(request.name, "name"), convert.name(request.note or "-", "note")
         step = convert.step(request.step, "step") if request.HasField("step") else None
         name_of_job = convert.name(request.job, "job")
+        if name_of_job not in self._engine.jobs:
+            raise self.unknown_job(name_of_job, principal)
         job = self._engine.settled_layout(name_of_job) if step is None else self._engine.job(name_of_job)
         limits = limits_of(self._quotas, principal, request.job)
         # This is finished even if the client goes, because the client may then ask which steps are kept.
@@ -135,6 +136,7 @@ class StoreAdmin(Operations):
     ) -> admin_pb.ForgetStepResponse:
         check_job(principal, request.job)
         job, name = convert.name(request.job, "job"), convert.name(request.name, "name")
+        self.check_known(job, principal)
         await self._audit.call("ForgetStep", request, principal, context, self._engine.forget(job, name))
         return admin_pb.ForgetStepResponse()
 

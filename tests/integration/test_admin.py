@@ -190,8 +190,13 @@ def test_a_step_is_kept_and_read_by_good_names_only(daemon: Daemon, rank: Rank, 
                 stub.KeepStep(admin_pb.KeepStepRequest(job=job, name=name, note=note))
         with refused(CODE.NOT_FOUND, "does not hold step 9"):
             stub.KeepStep(admin_pb.KeepStepRequest(job=job, name="nine", step=9))
-        with refused(CODE.NOT_FOUND, "there is no job 'nobody'"):
-            stub.KeepStep(admin_pb.KeepStepRequest(job="nobody", name="two"))
+        calls: list[Callable[[], Any]] = [
+            lambda: stub.KeepStep(admin_pb.KeepStepRequest(job="nobody", name="two")),
+            lambda: stub.ForgetStep(admin_pb.ForgetStepRequest(job="nobody", name="two")),
+        ]
+        for call in calls:
+            with refused(CODE.NOT_FOUND, f"there is no job 'nobody'; known jobs: {job}"):
+                call()
         with refused(CODE.NOT_FOUND, f"job '{job}' keeps no step under the name 'one'"):
             stub.ForgetStep(admin_pb.ForgetStepRequest(job=job, name="one"))
         assert not stub.ListKeptSteps(admin_pb.ListKeptStepsRequest(job="nobody")).kept

@@ -297,7 +297,7 @@ def test_a_verification_reports_damage_and_its_exit_status_says_so(tmp_path: Pat
     checked = json.loads(offline.stdout)
     assert (checked["jobs"], checked["verified_bytes"]) == (2, used)
     assert checked["problems"] and set(checked["problems"]) <= {found["text"] for found in result["damage"]}
-    shown = CliRunner().invoke(app, ["fsck", str(daemon.state_dir)])
+    shown = CliRunner().invoke(app, ["fsck", "--state-dir", str(daemon.state_dir)])
     assert shown.exit_code == 4 and f"{len(checked['problems'])} problems" in shown.stdout
 
 

@@ -66,3 +66,25 @@ def test_each_verb_of_an_operator_has_a_whole_line_in_a_terminal_of_80_columns()
     lines = result.output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert len(lines) == len(paramserver.admin.cli.app.registered_commands)
     assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_the_verbs_that_both_commands_have_name_the_one_that_was_called() -> None:
+    for app, name in ((paramserver.cli.app, "paramserver"), (paramserver.admin.cli.app, "paramserver-admin")):
+        for verb in ("export", "import"):
+            wrong = CliRunner().invoke(app, [verb, "--nonsense"])
+            assert wrong.exit_code == 2 and wrong.output.startswith(f"Usage: {name} {verb} [OPTIONS]"), wrong.output
+            refused = CliRunner().invoke(app, [verb, "x", "--job", "x"], env={"PARAMSERVER_ADDRESS": ""})
+            assert refused.output.startswith(f"{name}: give the daemon's address"), refused.output
+
+
+def test_an_address_that_is_none_and_a_directory_that_is_missing_are_refused_with_the_form() -> None:
+    admin = paramserver.admin.cli.app
+    for address in ("nonsense", "host:", "host:0", ":7411"):
+        refused = CliRunner().invoke(admin, ["tiers", "--address", address])
+        assert (refused.exit_code, refused.output) == (
+            2,
+            f"paramserver-admin: address {address!r}: write 'unix:/path/paramserver.sock' or 'host:port'\n",
+        )
+    for arguments in ([], ["/a", "--state-dir", "/a"]):
+        refused = CliRunner().invoke(admin, ["fsck", *arguments])
+        assert refused.exit_code == 2 and "give the state directory once" in refused.output

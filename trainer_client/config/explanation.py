@@ -6,6 +6,7 @@ This module owns the words of these messages. Each names the key in full, its va
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -14,9 +15,22 @@ from pydantic import ValidationError
 
 from trainer_client.config.keys import sections_in
 from trainer_client.config.older_names import OLDER_NAMES
+from trainer_client.config.paramserver import PlacementSection
 from trainer_client.config.top_level import meant
 from trainer_client.section import Section
 from trainer_client.standing import REFUSED_ERROR
+
+# Words of other libraries for keys of this config, which are not alike enough for `difflib`.
+_OTHER_WORDS = {
+    "learning_rate": "lr",
+    "decay": "weight_decay",
+    "epsilon": "eps",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "clip_grad_norm": "gradient_clipping",
+}
+# The types of pydantic's errors about a value that stands in place of a section.
+_NO_SECTION = frozenset({"model_type", "model_attributes_type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +84,24 @@ class _Explainer:
         # A section that is refused as a whole may be long, and its name says enough.
         shown = "" if kind == REFUSED_ERROR and isinstance(value, Mapping) else f" = {value!r}"
         reason = "write 0, 1, 2 or 3" if path == "zero_optimization.stage" else detail["msg"]
+        if kind in _NO_SECTION:
+            reason = f"write a section, such as {self._example(path, location, value)}"
         return f"{path}{shown} is refused: {reason}"
+
+    def _example(self, path: str, location: tuple[str, ...], value: Any) -> str:
+        """Return a section in JSON that stands where the user has written a plain value, which it has if it can."""
+        section = self._section_of((*location, ""))
+        names = list(section.model_fields)
+        if isinstance(value, bool) and "enabled" in names:
+            written: dict[str, Any] = {"enabled": value}
+        elif isinstance(value, str) and issubclass(section, PlacementSection):
+            written = {"parameters": value, "optimizer": value}
+        elif isinstance(value, str) and names[0] in ("device", "type"):
+            written = {names[0]: value}
+        else:
+            default = section.model_fields[names[0]].get_default()
+            written = {names[0]: default if isinstance(default, bool | int | float | str) else "..."}
+        return json.dumps({path.rpartition(".")[2]: written})[1:-1]
 
     def _keys_of(self, location: tuple[str, ...]) -> list[str]:
         """Return pydantic's location as keys, without the values of `type` that pydantic puts between them."""
@@ -89,13 +120,22 @@ class _Explainer:
         if len(location) == 1:
             near = meant(location[0], self._model)
         else:
-            near = next(iter(difflib.get_close_matches(location[-1], self._keys_beside(location), n=1)), None)
+            beside, key = self._keys_beside(location), location[-1]
+            instead = _OTHER_WORDS.get(key)
+            near = instead if instead in beside else next(iter(difflib.get_close_matches(key, beside, n=1)), None)
         if near is not None:
             return f"did you mean {near}?"
         return "remove it; docs/config.md lists the known keys"
 
     def _keys_beside(self, location: tuple[str, ...]) -> list[str]:
         """Return the known keys of the section that holds the key at `location`."""
+        section = self._section_of(location)
+        prefix = ".".join(self._keys_of(location)[:-1])
+        older = [name.name for name in OLDER_NAMES if name.section == prefix]
+        return sorted([*section.model_fields, *older])
+
+    def _section_of(self, location: tuple[str, ...]) -> type[Section]:
+        """Return the class of the section that holds the key at `location`."""
         section = self._model
         keys = self._keys_of(location)
         tag = location[1] if len(location) > 1 and self._is_tag(location[0], location[1]) else None
@@ -104,9 +144,7 @@ class _Explainer:
             section = next(
                 (c for c in candidates if depth == 0 and tag is not None and _has_tag(c, tag)), candidates[0]
             )
-        prefix = ".".join(keys[:-1])
-        older = [name.name for name in OLDER_NAMES if name.section == prefix]
-        return sorted([*section.model_fields, *older])
+        return section
 
 
 def _has_tag(section: type[Section], tag: str) -> bool:

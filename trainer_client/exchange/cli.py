@@ -16,7 +16,7 @@ from paramserver.contract.printable import printable
 from paramserver.contract.sizes import Size
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
-from trainer_client.exchange.terminal import cleaning_up_on_sigterm, exit_statuses, progress_bar
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
 from trainer_client.transport.credentials import (
     TLS_CA_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
@@ -104,15 +104,18 @@ def export(
     _print(result, as_json=as_json)
 
 
-def main(arguments: list[str]) -> None:
-    """Run the verb with these arguments, and end the process with its exit status."""
-    app(arguments, prog_name="paramserver export")
+def main(arguments: list[str], command: str = "paramserver") -> None:
+    """Run the verb of `command` with these arguments, and end the process with its exit status."""
+    COMMAND.set(command)
+    app(arguments, prog_name=f"{command} export")
 
 
 def _print(result: ExportResult, *, as_json: bool) -> None:
     if result.left_out:
         names = ", ".join(map(printable, result.left_out))
-        typer.echo(f"paramserver: the store does not have these entries of the model's state dict: {names}", err=True)
+        typer.echo(
+            f"{COMMAND.get()}: the store does not have these entries of the model's state dict: {names}", err=True
+        )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result) | {"size_bytes": result.size_bytes}))
         return

@@ -15,7 +15,7 @@ from paramserver.contract.printable import printable
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import WeightDType
 from trainer_client.exchange.import_checkpoint import ImportResult, import_checkpoint
-from trainer_client.exchange.terminal import cleaning_up_on_sigterm, exit_statuses, progress_bar
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
 from trainer_client.store_client.types import Placement
 from trainer_client.transport.credentials import (
     TLS_CA_VARIABLE,
@@ -101,15 +101,16 @@ def import_(
     _print(result, as_json=as_json)
 
 
-def main(arguments: list[str]) -> None:
-    """Run the verb with these arguments, and end the process with its exit status."""
-    app(arguments, prog_name="paramserver import")
+def main(arguments: list[str], command: str = "paramserver") -> None:
+    """Run the verb of `command` with these arguments, and end the process with its exit status."""
+    COMMAND.set(command)
+    app(arguments, prog_name=f"{command} import")
 
 
 def _print(result: ImportResult, *, as_json: bool) -> None:
     if result.left_out:
         names = ", ".join(map(printable, result.left_out))
-        typer.echo(f"paramserver: these entries of the checkpoint are not in the job: {names}", err=True)
+        typer.echo(f"{COMMAND.get()}: these entries of the checkpoint are not in the job: {names}", err=True)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
         return

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn
 
 import typer
@@ -18,6 +19,9 @@ from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import Progress
 
 _WRONG_OPTIONS = 2
+# The command that the user has called, with which messages begin: `paramserver`, or `paramserver-admin`, which has the
+# same verbs. `main` of a verb sets it.
+COMMAND: ContextVar[str] = ContextVar("command", default="paramserver")
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -77,5 +81,5 @@ def exit_statuses(after_interrupt: str) -> Iterator[None]:
 
 def _fail(message: str, status: int) -> NoReturn:
     """Print a message on the standard error, and end the process with a status."""
-    typer.echo(f"paramserver: {printable(message)}", err=True)
+    typer.echo(f"{COMMAND.get()}: {printable(message)}", err=True)
     raise typer.Exit(status)

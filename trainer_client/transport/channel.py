@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
+from paramserver.contract.address import ADDRESS_VARIABLE, check_daemon
 from paramserver.contract.answered import is_about_a_device, is_about_the_model, is_answer
 from paramserver.contract.bearer import TraceParent
 from paramserver.contract.limits import MAX_FRAME_BYTES
@@ -98,16 +98,10 @@ def check_address(address: str) -> str:
     Raises:
         ConfigError: the address has neither form, or the path cannot be that of a socket.
     """
-    if is_socket(address):
-        try:
-            socket_path(address)
-        except ValueError as error:
-            raise ConfigError(f"store address {address!r}: {error}") from None
-        return address
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"store address {address!r}: write 'unix:/path/paramserver.sock' or 'host:port'")
-    return address
+    try:
+        return check_daemon(address)
+    except ValueError as error:
+        raise ConfigError(f"store address {address!r}: {error}") from None
 
 
 def open_channel(

@@ -27,6 +27,38 @@ CHOICES = {"optimizer": Choice(names=OPTIMIZERS, why_refused=why_refused)}
         ({"paramserver": {"trace": {}}}, "paramserver.trace.file is missing"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is refused: write 0, 1, 2 or 3"),
         ({"pipeline": {"stages": 2}}, "pipeline is refused: the library has data parallelism only (ZeRO); set stages"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}},
+            "optimizer.params.learning_rate is unknown to DeepSpeed and to this library; did you mean lr?",
+        ),
+        (
+            {"clip_grad_norm": 1.0},
+            "clip_grad_norm is unknown to DeepSpeed and to this library; did you mean gradient_clipping?",
+        ),
+        (
+            {"optimizer": "Adam"},
+            'optimizer = \'Adam\' is refused: write a section, such as "optimizer": {"type": "Adam"}',
+        ),
+        ({"fp16": True}, 'fp16 = True is refused: write a section, such as "fp16": {"enabled": true}'),
+        (
+            {"paramserver": {"placement": "nvme"}},
+            "paramserver.placement = 'nvme' is refused: write a section, such as "
+            '"placement": {"parameters": "nvme", "optimizer": "nvme"}',
+        ),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            "zero_optimization.offload_param = 'cpu' is refused: write a section, such as "
+            '"offload_param": {"device": "cpu"}',
+        ),
+        (
+            {"zero_optimization": 3},
+            'zero_optimization = 3 is refused: write a section, such as "zero_optimization": {"stage": 0}',
+        ),
+        (
+            {"paramserver": {"host_budget": "64 gigs"}},
+            "paramserver.host_budget = '64 gigs' is refused: write a number of bytes, or a number with one of the "
+            'units KiB, MiB, GiB, TiB, PiB (powers of 1024) and KB, MB, GB, TB, PB (powers of 1000), such as "1.5GiB"',
+        ),
         ({"zero_optimization": {"offload_param": {"pinmemory": 1}}}, "zero_optimization.offload_param.pinmemory is"),
     ],
 )
