@@ -27,7 +27,15 @@ copyright = f"{datetime.now(UTC):%Y}, {author}; Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = INDEX
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "storage/FORMAT.md", "benchmarks/RESULTS.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "docs/**.md",
+    "storage/FORMAT.md",
+    "benchmarks/RESULTS.md",
+]
 exclude_patterns = [".venv", ".git", "build", "**/__pycache__"]
 
 # Headings get the anchors that GitHub gives them, so that links work in both places.

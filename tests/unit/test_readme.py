@@ -1,5 +1,5 @@
-"""The README and the page on the daemon are true: the example runs and resumes, and the tables list the
-keys, commands and directories that there are."""
+"""The README and the pages on the daemon and the directories are true: the example runs and resumes, and the tables
+list the keys, commands and directories that there are."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.integration.support.daemon import MIB, STATED_OVERHEADS
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DAEMON = (ROOT / "docs" / "daemon.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("storage", "paramserver", "trainer_client")
 
 
@@ -79,7 +80,7 @@ def test_the_config_file_that_the_daemons_page_shows_is_valid(tmp_path: Path) ->
 
 
 def test_the_table_of_parts_names_every_package() -> None:
-    first_column = "".join(re.findall(r"^\|([^|]*)\|", section("## The parts"), flags=re.MULTILINE))
+    first_column = "".join(re.findall(r"^\|([^|]*)\|", section("## The directories", ARCHITECTURE), flags=re.MULTILINE))
     named = re.findall(r"`([\w/]+)`", first_column)
     packages = {init.parent.relative_to(ROOT) for name in PACKAGES for init in ROOT.glob(f"{name}/**/__init__.py")}
 
@@ -89,7 +90,7 @@ def test_the_table_of_parts_names_every_package() -> None:
 
 
 def test_the_overhead_of_the_daemon_is_stated_as_the_tests_hold_it() -> None:
-    rows = re.findall(r"^\| (\w+) build \|(.*)\|$", section("### Memory and disk it takes"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) build \|(.*)\|$", section("## Memory and disk it takes", DAEMON), flags=re.MULTILINE)
     limits = {build: [int(figure) * MIB for figure in re.findall(r"(\d+) MiB", cells)] for build, cells in rows}
 
     assert limits == {build: [at.private_bytes, at.mapped_bytes] for build, at in STATED_OVERHEADS.items()}
