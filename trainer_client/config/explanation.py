@@ -25,9 +25,6 @@ _OTHER_WORDS = {
     "learning_rate": "lr",
     "decay": "weight_decay",
     "epsilon": "eps",
-    "batch_size": "train_batch_size",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "clip_grad_norm": "gradient_clipping",
 }
 # The types of pydantic's errors about a value that stands in place of a section.
 _NO_SECTION = frozenset({"model_type", "model_attributes_type"})

@@ -20,7 +20,12 @@ from trainer_client.section import Section
 # keys of 0.72 and less were the projects' own, and those of 0.87 and more were meant for DeepSpeed.
 _ALIKE = 0.75
 # Keys of other programs that mean a known key of another name.
-_MEANT = {"max_grad_norm": "gradient_clipping"}
+_MEANT = {
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+}
 
 _OLDER = frozenset(older.name for older in OLDER_NAMES if not older.section)
 _UNKNOWN = "unknown to DeepSpeed and to this library"
