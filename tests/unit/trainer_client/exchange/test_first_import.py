@@ -26,7 +26,7 @@ STORES: Mapping[str, Mapping[str, int | None]] = {
 def _connect(store: StoreAddress, credentials: object) -> Any:
     if store.address not in STORES:
         raise StoreUnavailableError(grpc.StatusCode.UNAVAILABLE, "no answer")
-    jobs = [SimpleNamespace(name=name, step=step) for name, step in STORES[store.address].items()]
+    jobs = [SimpleNamespace(name=name, newest=step) for name, step in STORES[store.address].items()]
     return nullcontext(SimpleNamespace(list_jobs=lambda: jobs))
 
 
