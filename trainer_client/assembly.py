@@ -137,8 +137,6 @@ def _make_parts(
         leads_store=job.leads_store,
         spans_nodes=job.sharers < rank.collectives.world_size,
     )
-    # A forgotten engine has its thread ended with the session; a closed one before the replicas are closed.
-    resources.apart.callback(settlement.close)
     resources.all.callback(settlement.close)
     commits = Commits(
         rank.store,
