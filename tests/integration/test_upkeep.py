@@ -162,7 +162,7 @@ def test_config_shows_every_key_as_the_daemon_runs_and_version_what_it_is(daemon
     config = shown["config"]
     assert (config["nvme_budget"], config["host_budget"]) == (256 * MIB, 16 * MIB)
     assert config["socket"] == str(daemon.socket) and config["audit_log"] == str(daemon.state_dir / "audit.jsonl")
-    assert config["max_sessions_per_address"] == 100 and config["nvme_dirs"] == [str(daemon.state_dir)]
+    assert config["max_sessions_per_address"] is None and config["nvme_dirs"] == [str(daemon.state_dir)]
     assert "io_read_threads" in shown["defaults"] and "nvme_budget" not in shown["defaults"]
     table = admin(daemon.address, "config")
     (row,) = [line for line in table.splitlines() if " nvme_budget " in line]
@@ -468,7 +468,7 @@ def test_an_address_that_cannot_be_used_is_told_before_any_daemon_is_asked(
 
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     (line,) = wrong.stderr.splitlines()
-    assert line.startswith("paramserver-admin: address unix:relative: write the absolute path")
+    assert line.startswith("paramserver-admin: address 'unix:relative': write the absolute path")
     assert [described["name"] for described in admin_json(daemon.address, "jobs")["jobs"]] == [job]
 
 
