@@ -98,7 +98,7 @@ def check(config: dict[str, Any]) -> None:
             engine.step()
 
 
-def is_taken(weight: nn.Parameter) -> bool:
+def is_taken(weight: torch.Tensor) -> bool:
     """Return whether the engine has taken a weight's gradient: a read is an error, or None for a weight in tiles."""
     try:
         return weight.grad is None
