@@ -6,11 +6,12 @@ import gc
 import os
 import signal
 from asyncio import Future
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch.distributed as dist
 import uvloop
 
 from paramserver.process.loop_watch import LoopWatch
@@ -36,6 +37,14 @@ GROUPS = {
 BLOCKED = "blocked"
 # Reports of blocked loops in the running phase of a test (set-up, call or tear-down).
 _reports: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_group() -> Iterator[None]:
+    """End the process group that a test has made, as `zero.Init` does, so that the next test has none before it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class WatchedLoop(uvloop.Loop):

@@ -6,6 +6,7 @@ These imports take 3 s of CPU time for a daemon and 8 s for a rank (measured), a
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,8 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 _IN_NAMESPACE = "tests.integration.support.in_namespace"
+# A forked process that gets this signal writes the stacks of all its threads to its standard error.
+STACKS = signal.SIGUSR2
 _PRELOADED = ["tests.integration.support.preloaded"]
 
 
@@ -88,6 +91,7 @@ def _run(module: str, arguments: list[str], environment: Mapping[str, str], log:
     if errors is not None:
         with errors.open("w") as output:
             os.dup2(output.fileno(), sys.stderr.fileno())
+    faulthandler.register(STACKS, all_threads=True)
     # Without this, multiprocessing would start another server for the processes that this one wants to have forked,
     # although it knows the address of the server that forked this one.
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]

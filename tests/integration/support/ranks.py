@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.integration.support.forked import Forked
+from tests.integration.support.forked import STACKS, Forked
 
 # The time in which the ranks of a launch must end. It is below pytest's timeout, so that a failure shows their logs.
 END_SECONDS = 400.0
@@ -73,12 +73,18 @@ class Launch:
         return all(rank.poll() is None for rank in self.ranks)
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """Wait for all ranks and return their exit codes, negative for a signal; fail after `timeout_seconds`."""
+        """Wait for all ranks and return their exit codes, negative for a signal.
+
+        After `timeout_seconds` it fails, and shows the logs, with the stacks of ranks that have not ended.
+        """
         deadline = time.monotonic() + timeout_seconds
         try:
             return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self.ranks]
         except subprocess.TimeoutExpired:
             codes = [rank.poll() for rank in self.ranks]
+            for rank in self.ranks:
+                rank.send_signal(STACKS)
+            time.sleep(1.0)  # The ranks write their stacks into their logs.
             raise AssertionError(f"exit codes after {timeout_seconds:g} s: {codes}\n{self.output()}") from None
 
     def output(self) -> str:
