@@ -7,6 +7,7 @@ environment variables of torchrun, because every rank has to find the same run.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -17,8 +18,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import PrefixStore, ProcessGroup, ReduceOp  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from trainer_client.device import CPU, backend_of, in_use, kind_in_use
 from trainer_client.errors import ConfigError
@@ -217,18 +220,38 @@ def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
     """Join the ranks that the environment names. Variables that are missing have the values of a run on one node."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" in os.environ:
         # torch reads the variables on its own then, which torchrun needs for ranks that it restarts.
-        dist.init_process_group(backend, timeout=timeout, device_id=_bound_device(backend))
-        return
-    master = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', port)}"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+        at: tuple[Any, ...] = ("env://",)
+    else:
+        master = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', port)}"
+        at = (f"tcp://{master}", int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1")))
+    waits = default_pg_timeout if timeout is None else timeout
+    store, rank, world_size = next(rendezvous(*at, timeout=waits))
+    store.set_timeout(waits)
+    _launched_stores.append(store)
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{master}",
+        store=PrefixStore(f"paramserver {len(_launched_stores)}", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=_bound_device(backend),
     )
+
+
+# The key-value stores of the groups that this process has joined as the launcher says, one for each time. They are kept
+# until the process ends, because a rank may join the next group, at the same port, before rank 0 has left the last one.
+# That rank would get the store of the last group otherwise. Rank 0 would then take that store away, and wait in a new
+# one for a rank that never comes (tests/integration/test_rejoining.py). Each group has its own names in the store.
+_launched_stores: list[Any] = []
+
+
+def _keep_stores_in_child() -> None:
+    """Never free the stores in a forked child, because that waits for threads which the child lacks."""
+    for store in _launched_stores:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+os.register_at_fork(after_in_child=_keep_stores_in_child)
 
 
 def _backend(name: str | None) -> str:
