@@ -19,6 +19,7 @@ from paramserver.contract.address import (
     is_socket,
     socket_path,
 )
+from paramserver.contract.channel import TlsFiles
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.documents import parse_toml
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
@@ -94,11 +95,11 @@ class RemoteSection(BaseModel):
             )
         return token
 
-    def read_tls(self) -> tuple[bytes, bytes, bytes] | None:
-        """Return the authorities, the key and the certificate as PEM; None without TLS. It raises OSError."""
+    def read_tls(self) -> TlsFiles | None:
+        """Return the contents of the three files; None without TLS. It raises OSError and ValueError."""
         if self.tls_ca is None or self.tls_key is None or self.tls_certificate is None:
             return None
-        return self.tls_ca.read_bytes(), self.tls_key.read_bytes(), self.tls_certificate.read_bytes()
+        return TlsFiles.read(self.tls_ca, self.tls_key, self.tls_certificate)
 
 
 class DaemonConfig(BaseModel):

@@ -19,7 +19,7 @@ import grpc.aio
 
 from paramserver.config import RemoteSection
 from paramserver.contract import chunks
-from paramserver.contract.channel import Options, TlsFiles, async_channel_to
+from paramserver.contract.channel import Options, async_channel_to
 from paramserver.contract.chunks import Chunk
 from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -61,7 +61,7 @@ class DaemonLender:
         """Borrow memory; see `Lender.borrow`. Token and certificates are read from their files each time."""
         try:
             token, tls = self._section.read_token(), self._section.read_tls()
-            channel = async_channel_to(self.address, options=_OPTIONS, tls=tls and TlsFiles(*tls))
+            channel = async_channel_to(self.address, options=_OPTIONS, tls=tls)
         except (OSError, ValueError) as error:
             raise LenderError(str(error)) from error
         metadata = () if token is None else (("authorization", f"Bearer {token}"),)

@@ -74,7 +74,7 @@ class Credentials:
         tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
         if tls and len(tls) < 3:
             fail("TLS needs all of --tls-ca, --tls-certificate and --tls-key")
-        files = TlsFiles(*map(_read, tls)) if tls and not local else None
+        files = _read_tls(*tls) if tls and not local else None
         if token is not None and not (files or local or self.insecure or is_loopback(address)):
             fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
         try:
@@ -182,6 +182,15 @@ def _read_token(path: Path) -> str:
     if token is None:
         fail(f"token file {path} must hold one token, as `paramserver tokens add` prints it")
     return token
+
+
+def _read_tls(authorities: Path, key: Path, certificate: Path) -> TlsFiles:
+    try:
+        return TlsFiles.read(authorities, key, certificate)
+    except OSError as error:
+        fail(f"cannot read {error.filename}: {error.strerror}")
+    except ValueError as error:
+        fail(str(error))
 
 
 def _read(path: Path) -> bytes:

@@ -37,6 +37,21 @@ class TlsFiles(NamedTuple):
     key: bytes
     certificate: bytes
 
+    @classmethod
+    def read(cls, authorities: Path, key: Path, certificate: Path) -> TlsFiles:
+        """Read the files.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a file is empty, as it may be for a moment while a program writes it. gRPC ends the process with
+                SIGABRT if only one of key and certificate is empty (grpcio 1.85.1).
+        """
+        contents = [(path, path.read_bytes()) for path in (authorities, key, certificate)]
+        for path, content in contents:
+            if not content:
+                raise ValueError(f"{path} is empty, and must hold PEM: write it to another file, and rename that to it")
+        return cls(*(content for _, content in contents))
+
 
 def target_of(address: str) -> str:
     """Return the address in the form in which gRPC connects to it from this process.

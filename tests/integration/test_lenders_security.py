@@ -183,6 +183,12 @@ def show_a_servers_certificate(borrower: BorrowingDaemon, _: Path) -> None:
     borrower.show(token=borrower.lender.tokens["node3"], name="server")
 
 
+def show_an_empty_key(borrower: BorrowingDaemon, _: Path) -> None:
+    """Empty the key, as a program does that is about to write it."""
+    borrower.show(token=borrower.lender.tokens["node3"], name="node3")
+    (borrower.files / "node-key.pem").write_bytes(b"")
+
+
 def trust_another_authority(borrower: BorrowingDaemon, other: Path) -> None:
     make_certificates(other, ["127.0.0.1"], ["node3"], 1)
     borrower.show(token=borrower.lender.tokens["node3"], name="node3", ca=other / "ca.pem")
@@ -206,6 +212,7 @@ def reach_a_lender_with_the_certificate_of_another_address(borrower: BorrowingDa
         (show_an_unknown_token, "UNAUTHENTICATED", "an unknown token"),
         (show_a_certificate_of_another_authority, "tls_client_ca has not signed", "CERTIFICATE_VERIFY_FAILED"),
         (show_a_servers_certificate, "tls_client_ca has not signed", "CERTIFICATE_VERIFY_FAILED"),
+        (show_an_empty_key, "node-key.pem is empty", ""),
         (trust_another_authority, "CERTIFICATE_VERIFY_FAILED", ""),
         (reach_a_lender_with_the_certificate_of_another_address, "Hostname Verification Check failed", ""),
     ],

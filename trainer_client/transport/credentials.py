@@ -92,12 +92,17 @@ class Credentials:
         """Return a channel to `address` that uses these credentials; the caller has checked the address.
 
         Raises:
-            ConfigError: a file cannot be read, or the token would cross the network unencrypted.
+            ConfigError: a file cannot be read or is empty, or the token would cross the network unencrypted.
             StoreUnavailableError: the socket's path is too long for the kernel, and its directory does not exist.
         """
         token, tls = self.read_token(), None
         if self.tls_ca and self.tls_certificate and self.tls_key and not is_socket(address):
-            tls = TlsFiles(_read(self.tls_ca), _read(self.tls_key), _read(self.tls_certificate))
+            try:
+                tls = TlsFiles.read(self.tls_ca, self.tls_key, self.tls_certificate)
+            except OSError as error:
+                raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+            except ValueError as error:
+                raise ConfigError(f"paramserver.tls: {error}") from None
         elif token is not None and not self.insecure and not is_socket(address) and not is_loopback(address):
             raise ConfigError(
                 f"a token for {address} would cross the network in the clear: set paramserver.tls, or "

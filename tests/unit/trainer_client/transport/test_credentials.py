@@ -69,9 +69,13 @@ def test_a_token_that_no_call_can_carry_is_refused_before_the_first_call(token: 
     assert not token.strip() or token.strip() not in str(caught.value)
 
 
-def test_files_of_tls_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     credentials = Credentials(tls_ca=tmp_path / "ca", tls_certificate=tmp_path / "c", tls_key=tmp_path / "k")
     with pytest.raises(ConfigError, match=f"{tmp_path}/ca cannot be read"):
+        open_channel("store.example:1", credentials)
+    for name in ("ca", "c", "k"):
+        (tmp_path / name).write_bytes(b"" if name == "k" else b"PEM")
+    with pytest.raises(ConfigError, match=f"paramserver.tls: {tmp_path}/k is empty"):
         open_channel("store.example:1", credentials)
     # The file mode of a UNIX socket protects it, so the TLS files are not read.
     open_channel("unix:/run/s", credentials).close()
