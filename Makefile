@@ -18,12 +18,8 @@ CODE := paramserver storage trainer_client benchmarks
 # for bit with torch's own fused kernels, with the new version.
 TORCH := 2.13.0
 
-.PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz hostile-files readers restarts pause lenders resumes partial mutants matrix device-tests device-matrix device-kills \
-  gpu-proof peers runbooks \
-  prometheus-check bench-check bench-storage bench-commits bench-catalog bench-dataplane bench-step bench-scale \
-  bench-width bench-depth bench-activations bench-costs bench-gpu bench-moe bench-small bench-inference bench-plan \
-  bench-overlap bench-remote bench-beside plots docs proto lock clean distclean
+# Every target with a line of help is phony.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(lastword $(MAKEFILE_LIST)))
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
