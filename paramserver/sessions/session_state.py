@@ -15,8 +15,8 @@ knowledge. docs/silence.md says how long a client may be silent in each state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 
+from paramserver.contract.transitions import Transitions
 from storage.errors import NotFoundError
 
 
@@ -46,22 +46,18 @@ class SessionVerb(enum.Enum):
     END = "end"
 
 
-_TRANSITIONS: Mapping[tuple[SessionVerb, SessionState], SessionState] = {
-    (SessionVerb.TAKE_UP, SessionState.ATTACHED): SessionState.ATTACHED,
-    (SessionVerb.TAKE_UP, SessionState.DETACHED): SessionState.ATTACHED,
-    (SessionVerb.DETACH, SessionState.ATTACHED): SessionState.DETACHED,
-    (SessionVerb.END, SessionState.ATTACHED): SessionState.ENDED,
-    (SessionVerb.END, SessionState.DETACHED): SessionState.ENDED,
-}
+_TRANSITIONS = Transitions(
+    {
+        (SessionVerb.TAKE_UP, SessionState.ATTACHED): SessionState.ATTACHED,
+        (SessionVerb.TAKE_UP, SessionState.DETACHED): SessionState.ATTACHED,
+        (SessionVerb.DETACH, SessionState.ATTACHED): SessionState.DETACHED,
+        (SessionVerb.END, SessionState.ATTACHED): SessionState.ENDED,
+        (SessionVerb.END, SessionState.DETACHED): SessionState.ENDED,
+    },
+    lambda state, verb: NotFoundError(f"a session that is {state.name.lower()} cannot {verb.value}; open a new one"),
+)
 
 
 def following(state: SessionState, verb: SessionVerb) -> SessionState:
-    """Return the state that follows `state` by `verb`.
-
-    Raises:
-        NotFoundError: the verb is refused in this state.
-    """
-    found = _TRANSITIONS.get((verb, state))
-    if found is None:
-        raise NotFoundError(f"a session that is {state.name.lower()} cannot {verb.value}; open a new one")
-    return found
+    """Return the state that follows `state` by `verb`. Raise NotFoundError if the verb is refused in this state."""
+    return _TRANSITIONS.following(state, verb)

@@ -25,8 +25,9 @@ forward that fails restores the phase that it began in, so only one that began i
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from paramserver.contract.transitions import Transitions
 from trainer_client.errors import PhaseError
 
 
@@ -75,27 +76,30 @@ class Verb(enum.Enum):
     FAIL_CHANGE = "the failure of a change of states"
 
 
-_TRANSITIONS: Mapping[tuple[Verb, Phase], Phase] = {
-    (Verb.BEGIN_FORWARD, Phase.IDLE): Phase.FORWARD,
-    (Verb.BEGIN_FORWARD, Phase.FORWARD): Phase.FORWARD,
-    (Verb.BEGIN_INFERENCE, Phase.IDLE): Phase.INFERENCE,
-    (Verb.BEGIN_INFERENCE, Phase.FORWARD): Phase.FORWARD,
-    (Verb.END_INFERENCE, Phase.INFERENCE): Phase.IDLE,
-    (Verb.FAIL_FORWARD, Phase.INFERENCE): Phase.IDLE,
-    (Verb.FAIL_FORWARD, Phase.FORWARD): Phase.IDLE,
-    (Verb.BEGIN_BACKWARD, Phase.IDLE): Phase.BACKWARD,
-    (Verb.BEGIN_BACKWARD, Phase.FORWARD): Phase.BACKWARD,
-    (Verb.END_BACKWARD, Phase.BACKWARD): Phase.IDLE,
-    (Verb.FAIL_BACKWARD, Phase.BACKWARD): Phase.FAILED,
-    (Verb.BEGIN_STEP, Phase.IDLE): Phase.STEP,
-    (Verb.BEGIN_STEP, Phase.FORWARD): Phase.STEP,
-    (Verb.END_STEP, Phase.STEP): Phase.IDLE,
-    (Verb.OFFLOAD, Phase.IDLE): Phase.OFFLOADED,
-    (Verb.OFFLOAD, Phase.OFFLOADED): Phase.OFFLOADED,
-    (Verb.RELOAD, Phase.OFFLOADED): Phase.IDLE,
-    (Verb.FAIL_CHANGE, Phase.IDLE): Phase.FAILED,
-    (Verb.FAIL_CHANGE, Phase.FORWARD): Phase.FAILED,
-}
+_TRANSITIONS = Transitions(
+    {
+        (Verb.BEGIN_FORWARD, Phase.IDLE): Phase.FORWARD,
+        (Verb.BEGIN_FORWARD, Phase.FORWARD): Phase.FORWARD,
+        (Verb.BEGIN_INFERENCE, Phase.IDLE): Phase.INFERENCE,
+        (Verb.BEGIN_INFERENCE, Phase.FORWARD): Phase.FORWARD,
+        (Verb.END_INFERENCE, Phase.INFERENCE): Phase.IDLE,
+        (Verb.FAIL_FORWARD, Phase.INFERENCE): Phase.IDLE,
+        (Verb.FAIL_FORWARD, Phase.FORWARD): Phase.IDLE,
+        (Verb.BEGIN_BACKWARD, Phase.IDLE): Phase.BACKWARD,
+        (Verb.BEGIN_BACKWARD, Phase.FORWARD): Phase.BACKWARD,
+        (Verb.END_BACKWARD, Phase.BACKWARD): Phase.IDLE,
+        (Verb.FAIL_BACKWARD, Phase.BACKWARD): Phase.FAILED,
+        (Verb.BEGIN_STEP, Phase.IDLE): Phase.STEP,
+        (Verb.BEGIN_STEP, Phase.FORWARD): Phase.STEP,
+        (Verb.END_STEP, Phase.STEP): Phase.IDLE,
+        (Verb.OFFLOAD, Phase.IDLE): Phase.OFFLOADED,
+        (Verb.OFFLOAD, Phase.OFFLOADED): Phase.OFFLOADED,
+        (Verb.RELOAD, Phase.OFFLOADED): Phase.IDLE,
+        (Verb.FAIL_CHANGE, Phase.IDLE): Phase.FAILED,
+        (Verb.FAIL_CHANGE, Phase.FORWARD): Phase.FAILED,
+    },
+    lambda phase, verb: PhaseError(f"{verb.value} was called where it cannot be: {phase.value}"),
+)
 
 
 class Phases:
@@ -117,7 +121,4 @@ class Phases:
 
     def check(self, verb: Verb) -> Phase:
         """Return the phase that follows the present one by `verb`. Raise PhaseError if there is none."""
-        following = _TRANSITIONS.get((verb, self.current))
-        if following is None:
-            raise PhaseError(f"{verb.value} was called where it cannot be: {self.current.value}")
-        return following
+        return _TRANSITIONS.following(self.current, verb)

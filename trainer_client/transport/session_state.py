@@ -19,7 +19,8 @@ docs/silence.md says after how long each follows.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+
+from paramserver.contract.transitions import Transitions
 
 
 class SessionState(enum.Enum):
@@ -59,32 +60,28 @@ class SessionVerb(enum.Enum):
     CLOSE = enum.auto()
 
 
-_TRANSITIONS: Mapping[tuple[SessionVerb, SessionState], SessionState] = {
-    (SessionVerb.ATTACH, SessionState.OPENING): SessionState.ATTACHED,
-    (SessionVerb.ATTACH, SessionState.BROKEN): SessionState.ATTACHED,
-    (SessionVerb.DETACH, SessionState.ATTACHED): SessionState.BROKEN,
-    (SessionVerb.END, SessionState.OPENING): SessionState.LOST,
-    (SessionVerb.END, SessionState.ATTACHED): SessionState.ENDED,
-    (SessionVerb.END, SessionState.BROKEN): SessionState.ENDED,
-    (SessionVerb.LOSE, SessionState.OPENING): SessionState.LOST,
-    (SessionVerb.LOSE, SessionState.ATTACHED): SessionState.LOST,
-    (SessionVerb.LOSE, SessionState.BROKEN): SessionState.LOST,
-    (SessionVerb.CLOSE, SessionState.OPENING): SessionState.CLOSED,
-    (SessionVerb.CLOSE, SessionState.ATTACHED): SessionState.CLOSED,
-    (SessionVerb.CLOSE, SessionState.BROKEN): SessionState.CLOSED,
-    (SessionVerb.CLOSE, SessionState.ENDED): SessionState.ENDED,
-    (SessionVerb.CLOSE, SessionState.LOST): SessionState.LOST,
-    **{(verb, SessionState.CLOSED): SessionState.CLOSED for verb in SessionVerb},
-}
+_TRANSITIONS = Transitions(
+    {
+        (SessionVerb.ATTACH, SessionState.OPENING): SessionState.ATTACHED,
+        (SessionVerb.ATTACH, SessionState.BROKEN): SessionState.ATTACHED,
+        (SessionVerb.DETACH, SessionState.ATTACHED): SessionState.BROKEN,
+        (SessionVerb.END, SessionState.OPENING): SessionState.LOST,
+        (SessionVerb.END, SessionState.ATTACHED): SessionState.ENDED,
+        (SessionVerb.END, SessionState.BROKEN): SessionState.ENDED,
+        (SessionVerb.LOSE, SessionState.OPENING): SessionState.LOST,
+        (SessionVerb.LOSE, SessionState.ATTACHED): SessionState.LOST,
+        (SessionVerb.LOSE, SessionState.BROKEN): SessionState.LOST,
+        (SessionVerb.CLOSE, SessionState.OPENING): SessionState.CLOSED,
+        (SessionVerb.CLOSE, SessionState.ATTACHED): SessionState.CLOSED,
+        (SessionVerb.CLOSE, SessionState.BROKEN): SessionState.CLOSED,
+        (SessionVerb.CLOSE, SessionState.ENDED): SessionState.ENDED,
+        (SessionVerb.CLOSE, SessionState.LOST): SessionState.LOST,
+        **{(verb, SessionState.CLOSED): SessionState.CLOSED for verb in SessionVerb},
+    },
+    lambda state, verb: RuntimeError(f"a session that is {state.name} cannot {verb.name}"),
+)
 
 
 def following(state: SessionState, verb: SessionVerb) -> SessionState:
-    """Return the state that follows `state` by `verb`.
-
-    Raises:
-        RuntimeError: the verb is refused in this state.
-    """
-    found = _TRANSITIONS.get((verb, state))
-    if found is None:
-        raise RuntimeError(f"a session that is {state.name} cannot {verb.name}")
-    return found
+    """Return the state that follows `state` by `verb`. Raise RuntimeError if the verb is refused in this state."""
+    return _TRANSITIONS.following(state, verb)
