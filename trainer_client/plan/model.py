@@ -58,7 +58,7 @@ def import_named(source: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from None
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{source}: the import of {module!r} raises {type(error).__name__}: {error}; name a module that only "

@@ -30,7 +30,7 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
         try:
             found: Batch = import_named(inputs)
         except ConfigError as error:
-            raise ConfigError(f"--inputs {error}") from error
+            raise ConfigError(f"--inputs {error}") from None
         if not callable(found):
             raise ConfigError(f"--inputs {inputs} is a {type(found).__name__}: name a function of (samples, tokens)")
         return lambda samples, tokens: _made(found, inputs, samples, tokens)
