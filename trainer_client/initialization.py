@@ -355,7 +355,8 @@ def _open_without_optimizer(
 ) -> InferenceEngine | WholeEngine:
     """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
     if comm.get_rank() == 0 and (without_effect := describe_without_effect(settings, os.environ)):
-        log.warning("%s", without_effect)
+        # This is no warning, because such a model is mostly the reference beside one that is trained, with its config.
+        log.info("%s", without_effect)
     if settings.paramserver.tiling != TilingSection():
         log.warning("paramserver.tiling has no effect without an optimizer: an engine for inference leases whole units")
     if settings.zero_optimization.stage < 3:

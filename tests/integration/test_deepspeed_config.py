@@ -80,3 +80,18 @@ def test_a_shipped_config_trains_and_the_log_has_each_difference_once(
         assert f"zero_optimization.{key}" in without_effect
     for key in ("reduce_bucket_size", "contiguous_gradients", "wall_clock_breakdown", "pin_memory"):
         assert key not in without_effect
+
+
+def test_a_model_that_is_not_trained_warns_of_nothing_that_a_config_for_training_has(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMSERVER_ADDRESS", daemon.address)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 16},
+    }
+    with caplog.at_level(logging.INFO), trainer_client.initialize(model=nn.Linear(4, 1), config=config)[0]:
+        (without_effect,) = lines(caplog, "keys of the config without effect here: ")
+
+    assert "zero_optimization.overlap_comm" in without_effect
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
