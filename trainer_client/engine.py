@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
@@ -485,6 +485,7 @@ class Engine(EngineMemory):
             leave()
             self._tiling.remove()
             self._refusals.remove()
+            self._pickles.remove()
             disown(self._parameters_of_model)
 
     def hand_over_model(self) -> None:
@@ -620,6 +621,13 @@ class Engine(EngineMemory):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Return the engine if `fn` would change no tensor, and refuse it if it would. It can raise RuntimeError."""
         return refuse_conversion(self, fn, recurse)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise RuntimeError, because a copy of the engine would have no session with the store."""
+        raise RuntimeError(
+            "an engine cannot be pickled or copied: save or copy engine.module (at stage 3 within "
+            "engine.gathered(engine.module)), or call engine.save_checkpoint()"
+        )
 
     def __enter__(self) -> Self:
         return self

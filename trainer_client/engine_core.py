@@ -15,6 +15,7 @@ from trainer_client.access import StateAccess
 from trainer_client.engine_getters import EngineGetters
 from trainer_client.errors import PhaseError
 from trainer_client.model.gather import Gather
+from trainer_client.model.pickling import PlainPickles
 from trainer_client.model.placement import Residence
 from trainer_client.model.refusals import ModelRefusals
 from trainer_client.model.states import PlacedStates
@@ -118,6 +119,7 @@ class EngineCore(EngineGetters):
         self._was_step_applied = False
         self._is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
         self._refusals = ModelRefusals(user.module, is_sharded=self._is_sharded)
+        self._pickles = PlainPickles(user.module, is_sharded=self._is_sharded)
         self._parameters_of_model = user.parameters
         # Whether the model has this engine's hooks; and whether it was given to a later engine, or to a checkpoint.
         self._has_model = True

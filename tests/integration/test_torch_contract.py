@@ -21,6 +21,8 @@ from trainer_client.errors import TrainerClientError
 PAGE = (Path(__file__).parents[2] / "docs" / "torch-contract.md").read_text(encoding="utf-8")
 # The stages, with the home of what is not on the device.
 STAGES = {"0": (0, "none"), "2": (2, "cpu"), "3": (3, "cpu")}
+# save_pretrained of transformers asks for an attribute that it has deprecated itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 COUNTS, REFUSED, WARNS = "counts", "refused", "warns"
 
 

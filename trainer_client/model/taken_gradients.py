@@ -47,8 +47,14 @@ def require_gradient(parameter: torch.Tensor) -> None:
 def show_gradient(parameter: nn.Parameter) -> None:
     """Undo `hide_gradient`; idempotent."""
     vars(parameter).pop(_NAME, None)
-    if (own := getattr(type(parameter), _OWN_CLASS, None)) is not None:
+    if (own := own_class(parameter)) is not type(parameter):
         parameter.__class__ = own
+
+
+def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class that a parameter has without `hide_gradient`."""
+    own: type[nn.Parameter] = getattr(type(parameter), _OWN_CLASS, type(parameter))
+    return own
 
 
 @functools.cache

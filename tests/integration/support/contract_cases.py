@@ -8,12 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import safetensors.torch as safetensors
 import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_client import Engine
 
@@ -36,13 +42,16 @@ def row(text: str) -> Callable[[Case], Case]:
 class Model(nn.Module):
     """A model with units, a weight of its own, a frozen layer and an embedding."""
 
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self, max_norm: float | None = None, *, is_tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(12, 8, max_norm=max_norm)
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
         self.average = nn.Linear(8, 8).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(8))
-        self.inside: Callable[[nn.Module], None] = lambda _: None
+        self.inside: Callable[[nn.Module], None] | None = None
+        if is_tied:
+            self.head = nn.Linear(8, 12, bias=False)
+            self.head.weight = self.embedding.weight
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return what the modules make of tokens, without a weight of the model itself."""
@@ -59,7 +68,8 @@ class Model(nn.Module):
         hidden: torch.Tensor = self.embedding(tokens) * self.scale
         for block in self.blocks:
             hidden = torch.tanh(block(hidden))
-        self.inside(self)
+        if self.inside is not None:
+            self.inside(self)
         return (hidden - self.average(hidden)).square().mean()
 
 
@@ -188,7 +198,7 @@ def mask(loop: Loop) -> Iterator[Any]:
 def first_batch(loop: Loop) -> Iterator[Any]:
     def change(model: Any) -> None:
         model.scale.data.fill_(0.5)
-        model.inside = lambda _: None
+        model.inside = None
 
     loop.model.inside = change
     yield from loop.train(range(STEPS))
@@ -404,6 +414,91 @@ def copy_model(loop: Loop) -> Iterator[Any]:
     yield copied.blocks[0].weight.detach().norm()
     loop.step()
     yield from loop.train(range(STEPS))
+
+
+# --- models that are saved by other means than the engine's
+
+
+def saving(text: str, save_and_load: Callable[[Any, Path], nn.Module]) -> None:
+    """Register two cases, in which a tied model is saved in the midst of the training, gathered first or not."""
+
+    def case(loop: Loop, *, is_gathered: bool) -> Iterator[Any]:
+        loop.build(is_tied=True)
+        yield from loop.train(range(STEPS))
+        yield loop.backward()
+        with TemporaryDirectory() as folder, loop.gathered(loop.model) if is_gathered else nullcontext():
+            loaded: Any = save_and_load(loop.model, Path(folder))
+        assert loaded.head.weight is loaded.embedding.weight
+        assert not [name for each in loaded.modules() for name in vars(each) if name in ("__reduce_ex__", "_apply")]
+        loop.step()
+        yield from loop.train(range(STEPS))
+        yield from (parameter.detach() for parameter in loaded.parameters())
+        loss = loaded(torch.zeros(4, 5, dtype=torch.int64))
+        loss.backward()
+        yield loss.detach()
+
+    row(text)(partial(case, is_gathered=False))
+    row(f"{text} within `engine.gathered(model)`")(partial(case, is_gathered=True))
+
+
+def by_torch(model: nn.Module, folder: Path) -> nn.Module:
+    torch.save(model, folder / "model.pt")
+    loaded: nn.Module = torch.load(folder / "model.pt", weights_only=False)
+    return loaded
+
+
+def by_safetensors(model: nn.Module, folder: Path) -> nn.Module:
+    safetensors.save_model(model, str(folder / "model.safetensors"))
+    loaded = Model(is_tied=True)
+    safetensors.load_model(loaded, folder / "model.safetensors")
+    return loaded
+
+
+def by_state_dict(model: nn.Module, folder: Path) -> nn.Module:
+    torch.save({name: value for name, value in model.state_dict().items() if "embed" in name}, folder / "part.pt")
+    # The file has one matrix [12, 8] in fp32, and no other parameter of its flat group.
+    assert (folder / "part.pt").stat().st_size < 12 * 8 * 4 + 2048
+    torch.save(model.state_dict(), folder / "all.pt")
+    loaded = Model(is_tied=True)
+    loaded.load_state_dict(torch.load(folder / "all.pt"))
+    return loaded
+
+
+saving("saves the model by `torch.save(model)`", by_torch)
+saving("saves a tied model by `safetensors.torch.save_model`", by_safetensors)
+saving("saves a part of `model.state_dict()`", by_state_dict)
+
+
+@row("saves the engine by `torch.save(engine)`")
+def save_engine(loop: Loop) -> Iterator[Any]:
+    yield loop.backward()
+    torch.save(loop.engine or loop.model, BytesIO())
+
+
+@row("calls `save_pretrained` of a model of transformers")
+def save_pretrained(loop: Loop) -> Iterator[Any]:
+    loop.model = Pretrained()
+    loop.optimizer = AdamW(loop.model.parameters(), lr=0.05, fused=True)
+    yield from loop.train(range(STEPS))
+    with TemporaryDirectory() as folder:
+        loop.model.save_pretrained(folder)
+        yield from Pretrained.from_pretrained(folder).parameters()
+    yield from loop.train(range(STEPS))
+
+
+class Pretrained(GPT2LMHeadModel):
+    """A model of transformers with tied weights, which returns its loss."""
+
+    def __init__(self, config: GPT2Config | None = None) -> None:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 12, "n_positions": 8}
+        silent: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        silent |= {"bos_token_id": None, "eos_token_id": None}
+        super().__init__(config or GPT2Config(**sizes, **silent))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(input_ids=tokens, labels=tokens).loss
+        return loss
 
 
 # --- compiled models
