@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from dataclasses import replace
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, RolledBack, StoredVersion
@@ -76,6 +77,23 @@ class Committer:
             job.retained[record.step] = record
         await self._prune(job)
         return record.step in job.durable
+
+    async def amend(self, job: Job, step: int, rank: int, state: bytes) -> None:
+        """Replace the client state that a rank has stored with a committed step; see `Engine.amend`."""
+        # A snapshot records the states that the step had when it began.
+        if job.snapshot is not None and job.snapshot_step == step:
+            await asyncio.wait([job.snapshot])
+        self.check_retained(job, step)
+        if step in job.durable:
+            await self._in_catalog_thread(lambda: self._replace_state(job.spec.identity, step, rank, state))
+        # Another rank may have amended the step meanwhile, and a later one may have taken its place.
+        if (record := job.retained.get(step)) is not None:
+            job.retained[step] = replace(record, client_states={**record.client_states, rank: state})
+
+    def _replace_state(self, job: str, step: int, rank: int, state: bytes) -> None:
+        """Replace a client state in the catalog. This runs in the catalog's thread."""
+        with self._catalog.transaction():
+            self._catalog.replace_state(job, step, rank, state)
 
     def has_whole(self, job: Job, step: int) -> bool:
         """Return whether a retained step can be read and returned to.

@@ -981,6 +981,28 @@ class Engine:
         """Return the committed steps that `roll_back` can make the newest one again, oldest first."""
         return [step for step in sorted(job.retained) if self._committer.has_whole(job, step)]
 
+    async def amend(self, job: Job, step: int, rank: int, state: bytes) -> None:
+        """Replace the client state that a rank has stored with the newest committed step.
+
+        It is as durable as the step when this returns. Whatever happens meanwhile, the step has the former state or the
+        new one. Readers that are open keep what they have, and so do steps that are kept under a name.
+
+        Args:
+            job: the job.
+            step: the step.
+            rank: a rank that has stored a state with the step.
+            state: the new state.
+
+        Raises:
+            ConflictError: it is not the newest step, or the rank has no state in it.
+            DeviceStuckError: a device does not answer.
+        """
+        if step != job.newest or rank not in job.retained[step].client_states:
+            raise ConflictError(
+                f"rank {rank} cannot amend step {step} of job {job.spec.name!r}: the newest step here is {job.newest}"
+            )
+        await self.backing.watch.unless_stuck(self._committer.amend(job, step, rank, state))
+
     def settle(self, job: Job, step: int) -> None:
         """Take note that every rank on every node has committed a step, so that readers may have it.
 

@@ -19,12 +19,14 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from paramserver.contract.capabilities import AMENDED_STEPS
 from trainer_client.access import ParameterKey, StateDictNames, StateShard
 from trainer_client.engine_core import EngineCore
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
 from trainer_client.model.refusals import has_released, without_released
 from trainer_client.run.run_state import Progress
+from trainer_client.step.phases import Phase
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,18 @@ class EngineStates(EngineCore):
         "replicated" it is on all replicas, too; docs/resume.md says what is safe with "snapshot:N". The other ranks
         need not call this, and may be anywhere in the loop.
 
+        What this rank has changed in buffers and in `client_state` since the step goes to the commit, too. It counts
+        when every rank has called this after its own changes, because a step has the changes of all ranks or of none. A
+        call within a step adds nothing.
+
         Raises:
+            ClientStateError: a value of `client_state` cannot be committed.
             StoreError: the commit has failed, or a replica does not have it in time.
             CollectiveError: another rank has gone, so it is not known whether its node has the commit. The next run
                 goes on from the newest step that all nodes have.
         """
         self._commits.wait_until_settled()
+        self._amend_commit()
 
     def commit_last_step(self) -> None:
         """Commit the last step if no commit has it yet, and wait for the commit. All ranks must call this.
@@ -556,6 +564,22 @@ class EngineStates(EngineCore):
         for state in changed:
             state.adopt(self._commits.next)
         return has_stored
+
+    def _amend_commit(self) -> None:
+        """Add what this rank has changed in buffers and in its client state since the last step to its commit.
+
+        The other ranks need not call this. It does nothing within a step, and if the step has no commit.
+        """
+        state, step = self._commits.state_of_last_step, self._commits.newest
+        has_commit = state is not None and step is not None and not self._commits.is_behind
+        if self._closed or not has_commit or self._hooks.phase is not Phase.IDLE or self._is_within_step:
+            return
+        assert state is not None and step is not None
+        is_alone = self._collectives.world_size == 1
+        amended = self._run_state.amended(state, self.client_state, is_alone=is_alone)
+        # The next run says that the changes are lost, if a daemon of an earlier release does not take them.
+        if amended is not None and AMENDED_STEPS in self._store.capabilities:
+            self._store.amend_step(step, amended)
 
     def _commit_changes_of_script(self) -> None:
         """Commit what the script has changed since the last step: parameters, buffers and its client state.

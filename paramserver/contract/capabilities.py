@@ -11,10 +11,12 @@ from __future__ import annotations
 SETTLED_STEPS = "settled-steps"
 # The store makes a numbered call of a session once, and answers its repetitions; see repeated_calls.py.
 REPEATED_CALLS = "repeated-calls"
+# The store has the call AmendStep.
+AMENDED_STEPS = "amended-steps"
 # The store lets a rank come back to its run in another session after its own has ended, and holds back each gradient
 # that the rank was writing.
 RETURNING_RANKS = "returning-ranks"
 
 # RETURNING_RANKS is not among them yet, because a test of a trainer that comes back has failed once for a reason that
 # is not known.
-CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS)
+CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, AMENDED_STEPS)

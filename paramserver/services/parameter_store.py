@@ -262,6 +262,13 @@ class ParameterStore:
         return pb.SettleStepResponse()
 
     @needs(Right.SESSION)
+    async def AmendStep(self, request: pb.AmendStepRequest, session: ClientSession) -> pb.AmendStepResponse:
+        step, state = convert.step(request.step, "step"), convert.client_state(request.client_state)
+        # This is finished even if the client goes, so that memory and catalog have the same state.
+        await finished(self._sessions.amend(session, step, state))
+        return pb.AmendStepResponse()
+
+    @needs(Right.SESSION)
     async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
         # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
         await finished(self._sessions.roll_back(session, convert.step(request.step, "step")))

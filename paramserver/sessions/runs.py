@@ -391,6 +391,12 @@ class Runs(Generic[MemberT]):
             run.committing = asyncio.ensure_future(self._commit(run, job, vote))
         return await asyncio.shield(vote.done)
 
+    async def amend(self, run: Run[MemberT], rank: int, step: int, client_state: bytes) -> None:
+        """Replace the client state that a rank has stored with the newest committed step; see Engine.amend."""
+        job = await asyncio.shield(run.job)
+        run.check_layout(job)
+        await self._engine.amend(job, step, rank, client_state)
+
     async def settle(self, run: Run[MemberT], step: int) -> None:
         """Take note that all ranks of a run, on all nodes, have committed a step; see Engine.settle."""
         job = await asyncio.shield(run.job)

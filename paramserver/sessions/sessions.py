@@ -436,6 +436,10 @@ class Sessions:
         """Make a committed step of the session's job the newest one again; see Runs.roll_back."""
         await self._runs.roll_back(session.require_run(), step)
 
+    async def amend(self, session: Session, step: int, client_state: bytes) -> None:
+        """Replace the client state that the session's rank has stored with the newest step; see Runs.amend."""
+        await self._runs.amend(session.require_run(), session.rank, step, client_state)
+
     async def settle(self, session: Session, step: int) -> None:
         """Take note that all ranks of the session's job, on all nodes, have committed a step; see Runs.settle."""
         await self._runs.settle(session.require_run(), step)

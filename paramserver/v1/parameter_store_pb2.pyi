@@ -877,6 +877,20 @@ class CommitStepResponse(_message.Message):
     durable: bool
     def __init__(self, durable: _Optional[bool] = ...) -> None: ...
 
+class AmendStepRequest(_message.Message):
+    __slots__ = ("session_id", "step", "client_state")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    client_state: bytes
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
+
+class AmendStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SettleStepRequest(_message.Message):
     __slots__ = ("session_id", "step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

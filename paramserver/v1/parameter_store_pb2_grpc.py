@@ -134,6 +134,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.FromString,
                 _registered_method=True)
+        self.AmendStep = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/AmendStep',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.AmendStepRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.AmendStepResponse.FromString,
+                _registered_method=True)
         self.RollBack = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/RollBack',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.RollBackRequest.SerializeToString,
@@ -376,6 +381,15 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AmendStep(self, request, context):
+        """Replaces the client state that the session's rank gave to CommitStep for the newest committed step. It is as durable
+        as the step when the call returns; a crash leaves the former state or the new one. A repeated call has no effect.
+        FAILED_PRECONDITION: it is not the newest step of this store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RollBack(self, request, context):
         """Makes a committed step the newest one again: later versions, committed or not, are discarded.
         """
@@ -553,6 +567,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.SettleStep,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.SerializeToString,
+            ),
+            'AmendStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.AmendStep,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.AmendStepRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.AmendStepResponse.SerializeToString,
             ),
             'RollBack': grpc.unary_unary_rpc_method_handler(
                     servicer.RollBack,
@@ -1140,6 +1159,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/SettleStep',
             paramserver_dot_v1_dot_parameter__store__pb2.SettleStepRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.SettleStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AmendStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/AmendStep',
+            paramserver_dot_v1_dot_parameter__store__pb2.AmendStepRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.AmendStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

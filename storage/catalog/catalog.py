@@ -196,6 +196,18 @@ class Catalog:
             manifests[step] = self._put_manifest(entry, step, manifest)
         self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
 
+    def replace_state(self, job: str, step: int, rank: int, state: bytes) -> None:
+        """Replace the client state that a rank has stored with a committed step. Call this inside `transaction`."""
+        entry = self._job(job)
+        self._db.execute(
+            "UPDATE client_states SET state = ? WHERE job = ? AND step = ? AND rank = ?", (state, entry.id, step, rank)
+        )
+        states = dict(
+            self._db.execute("SELECT rank, state FROM client_states WHERE job = ? AND step = ?", (entry.id, step))
+        )
+        commit = replace(entry.commits[step], states=digest_of_states(states))
+        self._put(replace(entry, commits={**entry.commits, step: commit}))
+
     def set_settled(self, job: str, step: int | None) -> None:
         """Record which commit of a job is the newest one that all nodes have. Call this inside `transaction`."""
         entry = self._job(job)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.integration.support.model_runs import config_of, start
 from trainer_client import Engine
+from trainer_client.errors import ClientStateError
 
 STEPS = 6
 
@@ -87,3 +88,31 @@ def test_buffers_that_only_forwards_change_cost_no_commit(model_store: str, job:
             engine.step()
         engine.commit_last_step()
         assert engine._commits.newest == 3
+
+
+def test_what_was_changed_before_the_wait_for_a_commit_is_that_of_the_resume(
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = []
+    for steps in (range(3), range(3, STEPS)):
+        model, engine = run(model_store, job)
+        assert engine.client_state == ({"seen": 3} if steps.start else {})
+        losses += train(model, engine, engine.optimizer, steps)
+        engine.client_state["seen"] = steps.stop
+        engine.wait_for_commit()
+        newest = engine._commits.newest
+        assert newest == steps.stop
+        # As with a kill, no end of the run commits anything.
+        engine.close_without_commit()
+    assert losses == expected()
+    assert "changed buffers" not in caplog.text
+
+
+def test_a_change_that_is_too_large_for_the_commit_is_refused_by_name(model_store: str, job: str) -> None:
+    _, engine = run(model_store, job)
+    engine.backward(engine(torch.ones(4, 8)))
+    engine.step()
+    engine.client_state["large"] = "x" * (2 << 20)
+    with pytest.raises(ClientStateError, match=r"engine\.commit_last_step\(\) on all ranks"):
+        engine.wait_for_commit()
+    engine.close_without_commit()

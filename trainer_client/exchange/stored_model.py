@@ -22,7 +22,7 @@ import torch
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
 from trainer_client.index_ranges import from_ranges
-from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
+from trainer_client.run.stored_state import counts_of, decode_for_all, groups_of
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
@@ -117,7 +117,7 @@ class StoredModel:
         encoded = origin.client_state(0)
         if encoded is None:
             raise _incomplete(origin, "rank 0's part of the commit")
-        self._state: Mapping[str, Any] = decode_stored(encoded) if encoded else {}
+        self._state: Mapping[str, Any] = decode_for_all(origin.client_state, origin.ranks()) if encoded else {}
         model = self._state.get("model")
         self._tensors = _whole_tensors(
             origin, len(self._state.get("update_counts", ())), (model or {}).get("empty", {})

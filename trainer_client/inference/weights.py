@@ -22,7 +22,7 @@ from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
-from trainer_client.run.stored_state import decode_stored
+from trainer_client.run.stored_state import decode_for_all
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, StoreSession, release, result_of
 from trainer_client.store_client.reader import Batch, TensorPart
@@ -219,7 +219,7 @@ class StepWeights:
             encoded = self._reader.client_state(0)
         except StoreNotFoundError:
             return {}
-        return decode_stored(encoded) if encoded else {}
+        return decode_for_all(self._reader.client_state, self._reader.ranks) if encoded else {}
 
     @property
     def arena_bytes(self) -> int:

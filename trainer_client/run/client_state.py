@@ -56,6 +56,13 @@ def encode(state: Mapping[str, Any]) -> bytes:
     return _to_text({"format": FORMAT, "state": _pack(state, "")})
 
 
+def with_entry(encoded: bytes, name: str, value: Any) -> bytes:
+    """Return an encoded state with one entry more. It can raise ClientStateError, as `encode`."""
+    end = b"}}"
+    assert encoded.endswith(end), "the state is the last entry of the document"
+    return encoded[: -len(end)] + b"," + _to_text({name: _pack(value, f".{name}")})[1:-1] + end
+
+
 def decode(encoded: bytes) -> dict[str, Any]:
     """Return the decoded state. Raise ClientStateError if it was not written in this version's format."""
     try:

@@ -30,6 +30,7 @@ from trainer_client.model.tiling import Tiling
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run import stored_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.declaration import assign, flat_groups, open_request
 from trainer_client.run.device_budget import bytes_of_copies, need_of, require_room
@@ -38,7 +39,7 @@ from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.rolled_back import RollBacks
-from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
+from trainer_client.run.stored_state import AMENDMENT, counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
 
@@ -227,6 +228,7 @@ class Job:
         if start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
             resumed_state = decode_stored(encoded)
+            self._amend(resumed_state)
             names = [p.fqn for p in self._parameters]
             resumed_state["update_counts"] = counts_of(resumed_state, names)
             resumed_state["optimizer"] = groups_of(resumed_state, names)
@@ -362,7 +364,25 @@ class Job:
         )
         with open_stored_step() as stored_step:
             fill(self.states, stored_step, open_stored_step, start.fresh, step)
-            return carried_state(stored_step, start, self._parameters, self._optimizer, self._collectives.rank)
+            state = carried_state(stored_step, start, self._parameters, self._optimizer, self._collectives.rank)
+            self._amend(state, stored_step)
+            return state
+
+    def _amend(self, state: dict[str, Any], stored_step: StoredStep | None = None) -> None:
+        """Settle whether the commit to resume from has what its ranks have amended it by. All ranks must call this.
+
+        Args:
+            state: this rank's decoded state; see stored_state.amend.
+            stored_step: the step, if other ranks than those of this run may have made it.
+        """
+        is_amended = state[AMENDMENT] is not None
+        lacks = not is_amended
+        if stored_step is not None:
+            # Rank 0 reads the states of all ranks that made the step, so that they are read once.
+            leads = self._collectives.rank == 0
+            lacks = leads and not all(stored_state.is_amended(stored_step.client_state(r)) for r in stored_step.ranks())
+        is_somewhere, lacks_somewhere = self._collectives.any_rank([is_amended, lacks], "a look at amended states")
+        stored_state.amend(state, everywhere=not lacks_somewhere, somewhere=is_somewhere)
 
     def _register(self) -> None:
         """Declare this rank's shard groups."""

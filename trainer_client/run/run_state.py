@@ -23,7 +23,7 @@ from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.rolled_back import RollBacks
 from trainer_client.run.schedule_state import rates_of, restore_schedule
-from trainer_client.run.stored_state import sort_counts, sort_groups
+from trainer_client.run.stored_state import AMENDMENT, sort_counts, sort_groups
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
@@ -98,6 +98,8 @@ class RunState:
         # buffers that the script has changed after a step of this run.
         self._encoded: dict[str, int] = {}
         self._late: set[str] = set()
+        # The digests of what the last encoded state was amended by, or None if it was not.
+        self._amended: dict[str, int] | None = None
         # The bytes of the last encoded state without those that the script may change between two steps.
         self._other_bytes = 0
 
@@ -146,13 +148,45 @@ class RunState:
                 "late_buffers": sorted(self._late) if ends_step else [],
             }
         )
-        self._encoded = self._digests(user)
+        self._encoded, self._amended = self._digests(user), None
         self._other_bytes = len(encoded) - self._check_values_of_script(user)
         return encoded
 
     def has_late_changes(self, user: Mapping[str, Any]) -> bool:
         """Return whether the script has changed a buffer, or its own part, since the last state was encoded."""
         return self._digests(user) != self._encoded
+
+    def amended(self, encoded: bytes, user: Mapping[str, Any], *, is_alone: bool) -> bytes | None:
+        """Return the newest commit's state with what the script has changed in buffers and in its own part since.
+
+        None is returned if this rank need not amend its state: it was amended by the same, or nothing was changed and
+        there are no other ranks, which could have changes.
+
+        Args:
+            encoded: the state as the commit had it first.
+            user: the user's part.
+            is_alone: whether this is the only rank.
+
+        Raises:
+            ClientStateError: a value cannot be stored, or the state would be too large.
+        """
+        now = self._digests(user)
+        if now == (self._encoded if is_alone and self._amended is None else self._amended):
+            return None
+        changed = {name for name, digest in now.items() if self._encoded.get(name) != digest}
+        buffers = self._plain.to_commit()["buffers"]
+        amendment: dict[str, Any] = {"buffers": {name: buffers[name] for name in sorted(changed - {""})}}
+        if "" in changed:
+            amendment["user"] = user
+        amended = client_state.with_entry(encoded, AMENDMENT, amendment)
+        if len(amended) > MAX_CLIENT_STATE_BYTES:
+            raise ClientStateError(
+                f"the state of the last step would have {len(amended)} bytes with what was changed after it, and "
+                f"{MAX_CLIENT_STATE_BYTES} are allowed: change buffers and engine.client_state before "
+                "engine.step(), or call engine.commit_last_step() on all ranks"
+            )
+        self._amended = now
+        return amended
 
     def note_late_changes(self) -> None:
         """Note which buffers the script has changed after a step, because the forward of the next one begins.

@@ -6,17 +6,21 @@ finds the same entries whatever version made the commit. It must never change wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer_client.errors import ClientStateError
 from trainer_client.index_ranges import from_ranges, to_ranges
 from trainer_client.run import client_state
 
+# The entry that a rank adds to its state when it amends a step; see `amend`.
+AMENDMENT = "amendment"
+_USER_PART = "engine.client_state"
+
 # The entries that earlier versions did not commit, with the value that stands for "was not recorded".
 _ENTRIES = (
     *("model", "buffers", "made_at", "made_with", "imported", "rolled_back", "sorted_counts"),
-    *("lr_scheduler_class", "sorted_groups", "extra_states"),
+    *("lr_scheduler_class", "sorted_groups", "extra_states", "late_buffers", AMENDMENT),
 )
 
 
@@ -39,6 +43,51 @@ def decode_stored(encoded: bytes) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise ClientStateError(f"the stored client state has no counters of a run: {error!r}") from None
     return dict.fromkeys(_ENTRIES) | state
+
+
+def amend(state: dict[str, Any], *, everywhere: bool, somewhere: bool) -> None:
+    """Give a rank's decoded state what the script had changed after the step when the rank waited for its commit.
+
+    A step has the changes of all its ranks or of none, so they count only if all ranks have amended their states.
+    Otherwise they go to the entry "late_buffers", which the run's first line names as lost.
+
+    Args:
+        state: the state, as `decode_stored` returned it.
+        everywhere: whether all ranks of the commit have amended their states.
+        somewhere: whether at least one has.
+    """
+    amendment, late = state[AMENDMENT], state["late_buffers"] or []
+    state[AMENDMENT] = None
+    if everywhere and amendment is not None:
+        (state["model"] or state)["buffers"].update(amendment["buffers"])
+        state["user"] = amendment.get("user", state["user"])
+        state["late_buffers"] = [name for name in late if name not in amendment["buffers"]]
+    elif somewhere and not everywhere:
+        lost = set(late)
+        if amendment is not None:
+            lost |= amendment["buffers"].keys() | ({_USER_PART} if "user" in amendment else set())
+        state["late_buffers"] = sorted(lost) or ["those of some ranks"]
+
+
+def decode_for_all(state_of: Callable[[int], bytes | None], ranks: Iterable[int]) -> dict[str, Any]:
+    """Return the decoded state of rank 0 with its amendment, if all ranks have amended theirs.
+
+    Args:
+        state_of: returns the encoded state of a rank.
+        ranks: the ranks of the commit.
+
+    Raises:
+        ClientStateError: see `decode_stored`.
+    """
+    state = decode_stored(state_of(0) or b"")
+    if state[AMENDMENT] is not None:
+        amend(state, everywhere=all(is_amended(state_of(rank)) for rank in ranks), somewhere=True)
+    return state
+
+
+def is_amended(encoded: bytes | None) -> bool:
+    """Return whether a rank has amended its state. It can raise ClientStateError."""
+    return bool(encoded) and decode_stored(encoded or b"")[AMENDMENT] is not None
 
 
 def sort_counts(counts: Sequence[int], names: Sequence[str]) -> list[int] | None:

@@ -162,6 +162,10 @@ class StoredStep:
                 continue
         return None
 
+    def ranks(self) -> list[int]:
+        """Return the ranks that stored a client state with the commit of the step. It can raise StoreError."""
+        return sorted({rank for part in self.parts() for rank in part.reader.ranks})
+
     def _find(self, fqn: str, offset: int, numel: int) -> tuple[StepPart, int]:
         """Return a store that has element `offset`, and how many of the `numel` elements from `offset` on it has."""
         for part in self.parts():

@@ -799,6 +799,17 @@ class RankStore:
         """Wait, on a thread beside the training, until the store has committed a step; see Attachments."""
         self._attachments.wait_until_acknowledged(step, check)
 
+    def amend_step(self, step: int, client_state: bytes) -> None:
+        """Replace the client state of this rank in the newest committed step. The daemon needs AMENDED_STEPS.
+
+        It is as durable as the step when this returns.
+
+        Raises:
+            StoreError: the store refuses the call, or cannot be reached.
+        """
+        request = pb.AmendStepRequest(step=step, client_state=client_state)
+        self._attachments.retry_over_restarts(lambda at: at.call(at.stub.AmendStep, request))
+
     def settle_step(self, step: int) -> None:
         """Tell the store that every rank of the job, on every node, has committed a step, so that readers may have it.
 

@@ -1,0 +1,76 @@
+"""A rank that changes a buffer and its client state after each step, waits for the commit or not, and is killed.
+
+`python -m tests.integration.support.amending_ranks PLAN.json DIRECTORY`, with torchrun's environment variables. Each
+rank writes what it has resumed with to DIRECTORY/resumed-RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.integration.support.model_runs import config_of, start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the ranks do.
+
+    Attributes:
+        job: the name of the job.
+        addresses: the address of each rank's daemon.
+        waiting: the ranks that wait for the commit after their changes.
+        steps: the number of steps, after which all ranks end without a word.
+    """
+
+    job: str
+    addresses: tuple[str, ...]
+    waiting: tuple[int, ...]
+    steps: int = 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("bias", torch.zeros(2))
+        self.bias: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs).square().mean() + self.bias.sum()
+
+
+def train(plan: Plan, directory: Path, rank: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    engine = start(model, config_of(plan.addresses[rank], plan.job))
+    resumed = [engine.resumed_step, model.bias.tolist(), engine.client_state]
+    (directory / f"resumed-{rank}.json").write_text(json.dumps(resumed))
+    for _ in range(plan.steps):
+        engine.backward(engine(torch.ones(4, 8)))
+        engine.step()
+        model.bias.add_(torch.tensor([1.0, rank]))
+        if rank == 0:
+            engine.client_state["seen"] = engine.global_steps
+        if rank in plan.waiting:
+            engine.wait_for_commit()
+        dist.barrier()
+
+
+def main() -> None:
+    plan_path, directory = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
+    train(Plan(**json.loads(plan_path.read_text())), directory, dist.get_rank())
+    # The rank is gone at once, so no end of a run commits anything.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
