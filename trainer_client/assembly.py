@@ -161,7 +161,7 @@ def _make_parts(
         recorder=rank.recorder,
         user_backward=passes,
         is_running_again=lambda: activations is not None and activations.is_running_again,
-        small_reads=_make_small_reads(user, rank, job),
+        small_reads=_make_small_reads(user, rank, job, commits),
     )
     hooks.install()
     if activations is not None:
@@ -300,17 +300,24 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
     return activations
 
 
-def _make_small_reads(user: UserObjects, rank: RankContext, job: Job) -> SmallReads:
-    """Return which parameters may be read outside of forwards: none if a read would wait for other ranks.
-
-    Scripts read on rank 0 alone, as in a line of the log.
-    """
+def _make_small_reads(user: UserObjects, rank: RankContext, job: Job, commits: Commits) -> SmallReads:
+    """Return which parameters may be read outside of forwards: none if other ranks have their parts in other stores."""
     zero = rank.settings.zero_optimization
-    reads_alone = rank.collectives.world_size == 1 or job.gather.is_one_sided
+    world_size = rank.collectives.world_size
+    meets_after_steps = world_size == 1 or job.gather.is_one_sided
+
+    def wait_for_step() -> bool:
+        if not meets_after_steps:
+            commits.wait()
+        return meets_after_steps or not commits.is_behind
+
     return SmallReads(
-        user.parameters if reads_alone else (),
+        user.parameters if job.sharers == world_size else (),
         largest=zero.stage3_param_persistence_threshold,
         total=zero.stage3_model_persistence_threshold,
+        store=rank.store,
+        world_size=world_size,
+        wait_for_step=wait_for_step,
     )
 
 

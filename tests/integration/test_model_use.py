@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.integration.support.model_runs import build, config_of, optimizer_of, start
+from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine, initialize
@@ -231,6 +233,20 @@ def test_a_small_parameter_can_be_read_and_not_changed_outside_of_a_forward(mode
         assert model.scale.item() == plain.scale.item()
     with pytest.raises(ReleasedParameterError, match="scale"):
         model.scale.item()
+
+
+def test_one_of_two_ranks_reads_small_parameters_whatever_the_gather(model_store: str) -> None:
+    def config(job: str, gather: str, **homes: str) -> dict[str, Any]:
+        section = {"stage": 3, **{f"offload_{kind}": {"device": home} for kind, home in homes.items()}}
+        return config_of(model_store, job, gather=gather) | {"zero_optimization": section, "gradient_clipping": 0}
+
+    configs = [
+        config("small-collective", "collective", param="cpu", optimizer="nvme"),
+        config("small-store", "store", param="cpu", optimizer="cpu"),
+        config("small-device", "auto", optimizer="cpu"),
+        config("small-all-on-device", "collective"),
+    ]
+    run_ranks("tests.integration.support.small_read_ranks", 2, json.dumps(configs))
 
 
 class CompiledBorrower(Language):

@@ -27,7 +27,7 @@ still gathered are cast again at their next use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -292,6 +292,16 @@ class FlatGroup:
         self._point_to(self._released)
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._on_released_access, parameter))
+
+    @contextmanager
+    def showing(self, parameter: ModelParameter, values: torch.Tensor) -> Iterator[None]:
+        """Give a released parameter other memory, with its values, within the context."""
+        restore(parameter.tensor)
+        parameter.tensor.data = values
+        try:
+            yield
+        finally:
+            self.release_parameters()
 
     def free(self) -> None:
         """Release the parameters, and free the flat buffer."""

@@ -791,7 +791,8 @@ class UnitHooks:
             # the owner is held for the root, whose backward lasts longest.
             user_unit = self._root
         elif self.phase in (Phase.IDLE, Phase.FORWARD) and self._small_reads.allows(parameter, function):
-            return self._small_reads.reading(owner, parameter, function)
+            group = next(group for group in owner.groups if group.contains(parameter.tensor))
+            return self._small_reads.reading(group, parameter, function)
         else:
             raise ReleasedParameterError(parameter.fqn, function)
         self._hold_for_user(user_unit, {owner.index})
