@@ -40,10 +40,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(BIN)/python -m pip check
 	@touch $@
 
-# The number of tests that run at the same time. Two keep two cores busy: three took the same time.
-TESTS_AT_A_TIME ?= 2
+# The number of tests that run at the same time. Many tests wait for a part of their time, so two leave two cores idle.
+TESTS_AT_A_TIME ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
-test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
+test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=3)
 	$(PYTEST)
 
 suite: venv ## Run the tests alone
@@ -84,6 +84,9 @@ faults: N ?= 1000
 faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 	$(BIN)/python -m tests.faults.campaign --rounds $(N) $(if $(SEED),--seed $(SEED))
 
+campaigns: venv ## Look whether the campaigns find planted faults (some 2 minutes)
+	$(PYTEST) --with campaigns tests/faults
+
 fuzz: N ?= 100000
 fuzz: venv ## Send a daemon N requests that no honest client sends (N=100000 SEED=...)
 	$(BIN)/python -m tests.faults.fuzz --calls $(N) $(if $(SEED),--seed $(SEED))
@@ -118,7 +121,7 @@ partial: venv ## Kill ranks and daemons of a job on two nodes N times and look f
 
 mutants: venv ## Leave out each wait of the copies beside computation, and look whether tests find it (ONLY=part of a name)
 	PARAMSERVER_ALL_SCHEDULES=1 PARAMSERVER_REQUIRE_DEVICE=1 $(BIN)/python -m pytest tests/device/test_lanes.py \
-	  tests/device/test_lanes_training.py
+	  tests/device/test_lanes_training.py tests/device/test_gpu_tier.py
 	$(BIN)/python -m tests.device.mutants $(if $(ONLY),--only '$(ONLY)')
 
 SEEDS ?= 5

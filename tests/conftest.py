@@ -31,6 +31,7 @@ GROUPS = {
     "bench": "make bench-check",
     "runbooks": "make runbooks",
     "prometheus": "make prometheus-check",
+    "campaigns": "make campaigns",
 }
 
 # The key of the user property under which a blocked loop is attached to a test's report.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -111,6 +112,8 @@ SCHEDULES = {
     "compute late": Schedule(compute_ms=100),
     "random": Schedule(random_ms=20, seed=1),
 }
+# `make mutants` sets this variable, to run each case under each schedule; otherwise each case runs under some of them.
+IS_THOROUGH = bool(os.environ.get("PARAMSERVER_ALL_SCHEDULES"))
 
 
 def set_lag(milliseconds: float, stream: torch.Stream | None = None) -> None:

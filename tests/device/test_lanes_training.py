@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,10 +40,8 @@ from trainer_client.step.recall_depth import RecallDepth
 from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
 
-# `make mutants` sets this, to run each case under each schedule; otherwise each case runs under two of them.
-THOROUGH = "PARAMSERVER_ALL_SCHEDULES"
 LATE = [name for name in lag.SCHEDULES if name != "nothing late"]
-SOME_LATE = LATE if os.environ.get(THOROUGH) else ["all late", "random"]
+SOME_LATE = LATE if lag.IS_THOROUGH else ["all late", "random"]
 
 
 # Makes the config of a run, which is a job of its own: on a tier, or with other sections than those of that tier.

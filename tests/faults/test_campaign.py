@@ -48,6 +48,7 @@ def test_the_campaign_fails_an_engine_that_does_not_sync_its_data(tmp_path: Path
     assert first["repeat"].startswith("python -m tests.faults.campaign --seed 1 --first ")
 
 
+@pytest.mark.campaigns
 @pytest.mark.parametrize("mutant", ["forget-readers", "forget-new-versions", "forget-pins", "forget-ranges"])
 def test_the_campaign_fails_an_engine_that_forgets_to_give_something_back(tmp_path: Path, mutant: str) -> None:
     # Eight rounds find about every second mutant, because the moments of some kills are random.

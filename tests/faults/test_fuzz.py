@@ -55,6 +55,7 @@ def test_two_thousand_requests_do_no_harm(tmp_path: Path) -> None:
     assert {"CANCELLED", "NOT_FOUND", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED"} <= set().union(*endings.values())
 
 
+@pytest.mark.campaigns
 @pytest.mark.parametrize("mutant", ["forget-ranges"])
 def test_a_daemon_that_forgets_to_give_something_back_is_found(tmp_path: Path, mutant: str) -> None:
     _, output = fuzz("--calls=600", "--seed=1", "--json", f"--keep={tmp_path}", f"--mutant={mutant}", "--quiet=8")
