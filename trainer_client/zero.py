@@ -29,6 +29,7 @@ from trainer_client.model.availability import ZeroParamStatus, part_of, show_par
 from trainer_client.model.owners import owner_of
 from trainer_client.model.registered import external_parameters, registered_for
 from trainer_client.not_built import NotBuilt
+from trainer_client.step.precision import PrecisionPolicy
 
 __all__ = [
     "GatheredParameters",
@@ -89,9 +90,11 @@ class Init:
         data_parallel_group, sequence_data_parallel_group: accepted if the group has all ranks of the run.
         mem_efficient_linear: has no effect: torch's linear is always used, and keeps no second copy of a weight.
         config_dict_or_path, config: a training config, under either name. It is checked at once, so that a mistake
-            shows before the model is built. Initial values are rounded to its dtype by `initialize` only, once.
+            shows before the model is built. Where it enables bf16 or fp16, parameters get that dtype when a module gets
+            them, so that the fp32 master weights begin with rounded values. Buffers keep theirs.
         enabled: False: the context does nothing.
-        dtype: the default dtype within the context.
+        dtype: the default dtype within the context. Parameters keep theirs then, whatever the config enables: with
+            torch.float32, the master weights begin with the exact values.
         mpu: accepted if it splits nothing but the data.
         remote_device, pin_memory, zero_param_parallel_group, tensor_overrides: have no effect; a line in the log says
             why.
@@ -145,13 +148,17 @@ class Init:
         if seed is not None and not 0 <= seed < 2**63:
             raise ConfigError(f"zero.Init(seed={seed}): write a number in [0, 2**63)")
         source = config if config is not None else config_dict_or_path
-        zero = None if source is None else load_config(source, os.environ).zero_optimization
+        settings = None if source is None else load_config(source, os.environ)
         if enabled:
             comm.init_distributed()
             comm.require_launched_group()
-        self._checks = zero is not None and zero.enable_sanity_checks
+        self._checks = settings is not None and settings.zero_optimization.enable_sanity_checks
         self._enabled = enabled
         self._dtype = dtype
+        # The dtype that parameters get when a module gets them, or None if they keep theirs.
+        self._of_parameters = (
+            PrecisionPolicy.of(settings).compute_dtype if dtype is None and settings is not None else None
+        )
         self._seed = seed
         self._context = ExitStack()
 
@@ -171,6 +178,8 @@ class Init:
         if self._dtype is not None:
             self._context.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
+        if self._of_parameters is not None:
+            self._context.callback(register_module_parameter_registration_hook(self._round).remove)
         if RecipeRecorder.active is None:
             seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
             self._context.enter_context(RecipeRecorder(seed))
@@ -182,6 +191,11 @@ class Init:
 
     def __exit__(self, *_: object) -> None:
         self._context.close()
+
+    def _round(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
+        """Give a new parameter of a module the dtype of the config. It stays the same object, which may be tied."""
+        if isinstance(parameter, nn.Parameter) and recipe_of(parameter) and parameter.is_floating_point():
+            parameter.data = parameter.data.to(self._of_parameters)
 
     def _show_unavailable(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
         """Give a new parameter of a module DeepSpeed's attributes if it has no values."""

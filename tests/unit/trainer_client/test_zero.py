@@ -78,6 +78,33 @@ def test_contexts_may_be_nested_and_the_outer_one_has_the_seed() -> None:
     assert recipe_of(after.weight)
 
 
+@pytest.mark.parametrize(
+    ("sections", "argument", "expected"),
+    [
+        ({}, None, torch.float32),
+        ({"bf16": {"enabled": True}}, None, torch.bfloat16),
+        ({"fp16": {"enabled": True}}, None, torch.float16),
+        ({"bf16": {"enabled": True}}, torch.float32, torch.float32),
+    ],
+)
+def test_parameters_get_the_dtype_of_the_config_and_buffers_keep_theirs(
+    sections: dict[str, Any], argument: torch.dtype | None, expected: torch.dtype
+) -> None:
+    with zero.Init(config_dict_or_path=CONFIG | sections, dtype=argument, seed=3):
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight = first.weight
+        frequencies = torch.arange(8, dtype=torch.int64) / 8
+        first.register_buffer("frequencies", frequencies)
+        scale = nn.Parameter(torch.full((2,), 0.1, dtype=torch.float32))
+        first.register_parameter("scale", scale)
+    values, buffer = replay(scale), replay(frequencies)
+
+    assert {parameter.dtype for parameter in first.parameters()} == {expected}
+    assert second.weight is first.weight
+    assert values is not None and torch.equal(values, torch.full((2,), 0.1).to(expected))
+    assert buffer is not None and torch.equal(buffer, torch.arange(8) / 8)
+
+
 def test_parameters_are_read_before_there_is_an_engine() -> None:
     with zero.Init(seed=5):
         model = nn.Linear(4, 4)
