@@ -87,6 +87,7 @@ class Engine(EngineMemory):
             user.optimizer.parameter_offload = ParameterOffload(user.module)
         # The model's hooks keep the engine for as long as the model is used, also where only the model is.
         parts.hooks.serve(self)
+        self._refusals.replace_zero_grad(user.module, self._drop_gradients)
         self._remains = Remains(self, resources.apart)
         at_exit.register(self, Engine.close_without_commit)
         if rank.collectives.rank == 0:
@@ -285,8 +286,9 @@ class Engine(EngineMemory):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of backward passes that no `step` has followed. Every rank must call it alike.
 
-        A step drops its gradients itself, so that a loop needs no call. With more than one micro-batch in a step the
-        call has no effect, as with DeepSpeed: the gradients of the earlier micro-batches stay. (If the config says
+        `zero_grad` of the optimizer and of the model that was passed to `initialize` do the same. A step drops its
+        gradients itself, so that a loop needs no call. With more than one micro-batch in a step the call has no effect,
+        as with DeepSpeed: the gradients of the earlier micro-batches stay. (If the config says
         `managed_gradient_accumulation: false`, the call always drops them.)
 
         Args:
@@ -297,6 +299,12 @@ class Engine(EngineMemory):
             self._step.drop_gradients()
             self._micro_batches.drop_backwards()
             self._hooks.show_gradients()
+
+    def _drop_gradients(self, set_to_none: bool = True) -> None:
+        """Drop what `zero_grad` drops, and what torch has left in `.grad` of other parameters of the model."""
+        self.zero_grad(set_to_none)
+        if not self.has_gradient:
+            type(self.module).zero_grad(self.module, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradient of the step under way by its 2-norm when the step is made. All ranks must call this.

@@ -161,9 +161,9 @@ class TakenGradientError(TrainerClientError, RuntimeError):
         super().__init__(
             f"the gradient of parameter {fqn} is not in its .grad, because the engine has taken it: read it by "
             f'engine.get_full("{fqn}", "grad"), change it by engine.set_full("{fqn}", "grad", values), on every rank; '
-            "call engine.clip_grad_norm_(max_norm), engine.clip_grad_value_(limit) and engine.zero_grad() in place of "
-            "torch.nn.utils and model.zero_grad(); leave torch.amp.GradScaler out, because the engine scales the loss "
-            "where the config has fp16 or torch_autocast"
+            "call engine.clip_grad_norm_(max_norm) and engine.clip_grad_value_(limit) in place of torch.nn.utils, and "
+            "zero_grad() of the engine or of the whole model in place of a module's; leave torch.amp.GradScaler out, "
+            "because the engine scales the loss where the config has fp16 or torch_autocast"
         )
         self.fqn = fqn
 

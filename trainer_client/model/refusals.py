@@ -1,4 +1,6 @@
-"""The model's own calls that would not reach the store, and are refused: they read, set or replace stale tensors.
+"""The model's own calls that would not reach the store: all but `zero_grad` are refused.
+
+They read, set or replace stale tensors.
 
 This module owns the hooks on the model that refuse, and what stands in for its methods. It must never read or change a
 parameter, except for copies of gathered ones.
@@ -20,6 +22,8 @@ from trainer_client.model.stand_in import StandIn, only_for
 
 # The method of a module that `to`, `half`, `cuda` and the like call for it and for each module in it.
 _CONVERSION = "_apply"
+# The method of the model that drops gradients.
+_DROP = "zero_grad"
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -45,6 +49,11 @@ class ModelRefusals:
             self._of_reading.append(module.register_state_dict_pre_hook(refuse_state_dict))
             self._of_reading.append(module.register_state_dict_post_hook(only_for((module,), copy_gathered)))
 
+    def replace_zero_grad(self, model: nn.Module, drop: Callable[..., None]) -> None:
+        """Have `drop` called in the place of the model's `zero_grad`, because the engine has the gradients."""
+        if model in self._modules:
+            vars(model)[_DROP] = StandIn(model.zero_grad, drop)
+
     def remove(self) -> None:
         """Refuse nothing from now on."""
         self.allow_changes()
@@ -57,6 +66,7 @@ class ModelRefusals:
             handle.remove()
         for module in self._modules:
             vars(module).pop(_CONVERSION, None)
+            vars(module).pop(_DROP, None)
         self._modules.clear()
 
     @contextmanager

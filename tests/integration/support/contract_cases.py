@@ -374,6 +374,15 @@ def assign_state(loop: Loop) -> None:
     loop.optimizer.state[loop.model.blocks[0].weight] = {}
 
 
+@row("calls `model.zero_grad()` to drop the gradients of another loss, and then `backward`")
+def drop_another_loss(loop: Loop) -> Iterator[Any]:
+    for step in range(STEPS):
+        loop.backward(step + STEPS)
+        loop.model.zero_grad()
+        yield loop.backward(step)
+        loop.step()
+
+
 utils = torch.nn.utils
 between("calls `torch.nn.utils.clip_grad_norm_`", lambda loop: utils.clip_grad_norm_(loop.model.parameters(), 0.1))
 between("calls `torch.nn.utils.clip_grad_value_`", lambda loop: utils.clip_grad_value_(loop.model.parameters(), 0.1))
@@ -384,7 +393,10 @@ between(
 between("reads `p.grad` between backward and step", read_gradient)
 between("assigns to `p.grad` between backward and step", assign_gradient)
 between("calls `p.grad.zero_()`", lambda loop: loop.model.blocks[0].weight.grad.zero_())
-between("calls `model.zero_grad()` between backward and step", lambda loop: loop.model.zero_grad())
+between(
+    "calls `zero_grad()` of a module in the model between backward and step",
+    lambda loop: loop.model.blocks[0].zero_grad(),
+)
 between("calls `model.zero_grad()` after the step", lambda loop: loop.model.zero_grad(), after=True)
 between("steps by `torch.amp.GradScaler`", scaled_step)
 between("calls `optimizer.state.clear()`", lambda loop: loop.optimizer.state.clear(), after=True)
