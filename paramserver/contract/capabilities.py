@@ -17,6 +17,4 @@ AMENDED_STEPS = "amended-steps"
 # that the rank was writing.
 RETURNING_RANKS = "returning-ranks"
 
-# RETURNING_RANKS is not among them yet, because a test of a trainer that comes back has failed once for a reason that
-# is not known.
-CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, AMENDED_STEPS)
+CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS)

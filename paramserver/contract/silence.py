@@ -8,11 +8,11 @@
 | daemon                | 13 to 300 s  | its ranks, after 8 to 13 s | never            | session         |
 | daemon                | > 300 s      | its ranks, after 300 s    | with its ranks    | resumes         |
 | trainer alone         | < 15 s       | not said                  | never             | all             |
-| trainer alone         | >= 15 s      | the daemon, after 15 s    | never             | resumes         |
+| trainer alone         | >= 15 s      | the daemon, after 15 s    | never             | returns         |
 | trainer beside others | < 15 s       | not said                  | never             | all             |
 | trainer beside others | >= 15 s      | the daemon, after 15 s    | after 15 to 20 s  | resumes         |
 | link to the daemon    | < 15 s       | its ranks, after 8 to 13 s | never            | session         |
-| link to the daemon    | >= 15 s      | the daemon, after 15 s    | as for a trainer  | resumes         |
+| link to the daemon    | >= 15 s      | the daemon, after 15 s    | as for a trainer  | as for a trainer |
 | node, link of nodes   | < 20 s       | not said                  | never             | all             |
 | node, link of nodes   | >= 20 s      | its peers, after 20 to 25 s | after 20 to 26 s | resumes        |
 

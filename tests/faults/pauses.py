@@ -5,8 +5,8 @@ and placement, on one rank and on two in turn. A pause hits
 
 - the daemon, for 2 to 60 s: the run goes on, whatever the time;
 - all ranks, for less than the daemon's heartbeat time-out: the run goes on;
-- all ranks, for longer: each rank ends with the one error that docs/silence.md names for this. Then the job is started
-  again, and goes on from its last commit;
+- all ranks, for longer: each rank goes on in another session, or ends with the one error that docs/silence.md names for
+  this. Then the job is started again, and goes on from its last commit;
 - one of two ranks, for longer: each rank ends with an error, and the job goes on when it is started again.
 
 Prints a report in JSON at the end; the exit status is 1 if a rank ended otherwise, did not end, or a bit differs.

@@ -194,6 +194,10 @@ class Attachments:
         """How long this rank waits for the next daemon; 0: the loss of the daemon is final."""
         return 0.0 if self._survival is None else self._survival.timeout_seconds
 
+    def comes_back_after(self, attachment: Attachment) -> bool:
+        """Return whether this rank begins another session when the daemon ends that of `attachment`."""
+        return self._survival is not None and attachment.can_come_back
+
     def join(self, attachment: Attachment, membership: Membership, newest: int | None) -> None:
         """Note the job that this rank has opened on `attachment`, and its newest commit.
 
@@ -324,7 +328,7 @@ class Attachments:
             if self._survival is None or self.current is not attachment or self._closing.is_set():
                 return
             if isinstance(error, UnauthenticatedError | PermissionDeniedError) or (
-                attachment.session.state is SessionState.ENDED and not attachment.can_come_back
+                attachment.session.state is SessionState.ENDED and not self.comes_back_after(attachment)
             ):
                 self._gone = error
                 self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""Training runs whose daemon is killed: by rank 0 at the plan's moments, or by the test at any moment.
+"""Training runs whose daemon is killed, by rank 0 at the plan's moments or by the test, or whose ranks stop themselves.
 
 Run as a program: `python -m tests.integration.support.outliving_run PLANS.json`, with the environment of torchrun. The
 ranks make one run after the other, and each rank writes its results of each run to a file. The training loop is an
@@ -51,6 +51,7 @@ class Plan:
         addresses: the address of each rank's daemon if the ranks are on several nodes; empty: the config has it.
         kills: the moments at which rank 0 kills the daemon: (step, name of a moment). The moments of step 0 are within
             `initialize`, before or after a call of the store: "before put 1" is before the second `put`.
+        stops: the moments at which each rank stops itself with SIGSTOP.
         first_step: the step that the run begins or resumes with.
         goes_on: whether the run begins with the step after the job's last one instead.
         only_trains: whether the run makes neither evaluations, which use random numbers after a commit, nor changes by
@@ -71,6 +72,7 @@ class Plan:
     prefer_streams: bool = False
     addresses: list[str] = field(default_factory=list)
     kills: list[tuple[int, str]] = field(default_factory=list)
+    stops: list[tuple[int, str]] = field(default_factory=list)
     first_step: int = 1
     goes_on: bool = False
     only_trains: bool = False
@@ -93,7 +95,8 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Killer:
-    """Kills the daemon once at each moment of the plan, and writes the rank's present moment to its progress file.
+    """Kills the daemon or stops this process once at each moment of the plan, and writes the rank's present moment to
+    its progress file.
 
     A moment is a step and the name of a place in the training loop, such as (3, "forward").
     """
@@ -102,14 +105,18 @@ class Killer:
         self._progress = plan.progress_file(rank).open("w", buffering=1)
         self._lock_file = Path(plan.lock_file)
         self._waiting = {(step, moment) for step, moment in plan.kills} if rank == 0 else set()
+        self._stops = {(step, moment) for step, moment in plan.stops}
 
     def at(self, step: int, moment: str, *, pause_seconds: float = 0.0) -> None:
-        """Note that the run has come to a moment, and kill the daemon if the plan says so.
+        """Note that the run has come to a moment, and kill the daemon or stop this process if the plan says so.
 
         The pause before the kill lets other ranks get further. The pause after it gives this rank's client time to
         notice that the daemon is dead.
         """
         self._progress.write(f"{step} {moment}\n")
+        if (step, moment) in self._stops:
+            self._stops.discard((step, moment))
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self._take(step, moment):
             time.sleep(pause_seconds)
             self._kill()
