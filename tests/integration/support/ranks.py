@@ -82,10 +82,14 @@ class Launch:
             return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self.ranks]
         except subprocess.TimeoutExpired:
             codes = [rank.poll() for rank in self.ranks]
-            for rank in self.ranks:
-                rank.send_signal(STACKS)
-            time.sleep(1.0)  # The ranks write their stacks into their logs.
-            raise AssertionError(f"exit codes after {timeout_seconds:g} s: {codes}\n{self.output()}") from None
+            raise AssertionError(f"exit codes after {timeout_seconds:g} s: {codes}\n{self.stacks()}") from None
+
+    def stacks(self) -> str:
+        """Return the output of all ranks, with the stacks of those that have not ended."""
+        for rank in self.ranks:
+            rank.send_signal(STACKS)
+        time.sleep(1.0)  # The ranks write their stacks into their logs.
+        return self.output()
 
     def output(self) -> str:
         """Return the output of all ranks."""
