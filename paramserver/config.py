@@ -24,7 +24,7 @@ from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.documents import parse_toml
 from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT
 from paramserver.contract.places import Place
-from paramserver.contract.sizes import Size
+from paramserver.contract.sizes import Size, shown_size
 from paramserver.contract.sockets import check_path
 from paramserver.contract.token_files import token_in
 from paramserver.errors import ConfigError
@@ -265,8 +265,8 @@ class DaemonConfig(BaseModel):
     def _check_lending(self) -> DaemonConfig:
         if self.lend_budget > self.host_budget:
             raise ValueError(
-                f"lend_budget: {self.lend_budget} is more than host_budget, {self.host_budget}, of which it is a part; "
-                "lower it, or raise host_budget"
+                f"lend_budget: {shown_size(self.lend_budget)} is more than host_budget, "
+                f"{shown_size(self.host_budget)}, of which it is a part; lower it, or raise host_budget"
             )
         return self
 

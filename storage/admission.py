@@ -20,6 +20,7 @@ from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
 from storage.reader import StepReader
 from storage.shard import TierName
+from storage.shown_sizes import least_size, shown_size
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, Region
@@ -289,14 +290,14 @@ class Admission:
         forget = "forget kept steps, " if all_kept else ""
         if limit.nvme_bytes is not None and nvme > limit.nvme_bytes:
             raise BudgetExceededError(
-                f"{limit.what}, nvme_bytes = {limit.nvme_bytes}, is too small: {steps} {nvme} bytes; {them}{forget}"
-                "raise it, choose durability 'none', or place less on nvme"
+                f"{limit.what}, nvme_bytes = {shown_size(limit.nvme_bytes)}, is too small: {steps} "
+                f"{shown_size(nvme)}; {them}{forget}raise it, choose durability 'none', or place less on nvme"
             )
         if limit.host_bytes is not None and host.total > limit.host_bytes:
             step = "a step needs" if len(names) == 1 else f"steps of its {len(names)} jobs need"
             raise BudgetExceededError(
-                f"{limit.what}, host_bytes = {limit.host_bytes}, is too small: {step} {host.total} bytes at once "
-                f"({host}); {them}raise it, or place less on the host"
+                f"{limit.what}, host_bytes = {shown_size(limit.host_bytes)}, is too small: {step} "
+                f"{shown_size(host.total)} at once ({host}); {them}raise it, or place less on the host"
             )
 
     def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job], kept: Collection[Region]) -> int:
@@ -323,16 +324,16 @@ class Admission:
         used, more = durable.used_bytes, self._bytes_of_next_steps(durable, host_budget_bytes)
         if used + more > nvme_budget_bytes:
             raise BudgetExceededError(
-                f"nvme_budget {nvme_budget_bytes} is too small: {used} bytes are in use, and the next steps of the "
-                f"jobs that train now need {more} besides; write at least {used + more}, delete jobs or forget kept "
-                "steps"
+                f"nvme_budget {shown_size(nvme_budget_bytes)} is too small: {shown_size(used)} are in use, and the "
+                f"next steps of the jobs that train now need {shown_size(more)} besides; write at least "
+                f"{least_size(used + more)}, delete jobs or forget kept steps"
             )
         need = self._host_need([job for job in self._jobs if job.spec.local_ranks])
         needed = host_budget_for(self._host.arena.header_bytes + need.total)
         if host_budget_bytes < needed:
             raise BudgetExceededError(
-                f"host_budget {host_budget_bytes} is too small for the jobs that train now: {need}, and buffers of the "
-                f"optimizer; write at least {needed}, or stop jobs"
+                f"host_budget {shown_size(host_budget_bytes)} is too small for the jobs that train now: {need}, and "
+                f"buffers of the optimizer; write at least {least_size(needed)}, or stop jobs"
             )
 
     def check_host_budget(self, job: Job) -> None:
@@ -349,9 +350,9 @@ class Admission:
             names = {j.spec.name for j in jobs}
             beside = f" and {len(names) - 1} other jobs" if len(names) > 1 else ""
             raise BudgetExceededError(
-                f"host_budget {self._host.budget_bytes} is too small for {job.spec.name}{beside}: {need}, "
-                f"{self._tile_bytes} of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
-                "place less on the host, or use more nodes"
+                f"host_budget {shown_size(self._host.budget_bytes)} is too small for {job.spec.name}{beside}: {need}, "
+                f"{shown_size(self._tile_bytes)} of optimizer buffers; raise host_budget to at least "
+                f"{least_size(host_budget_for(others))}, place less on the host, or use more nodes"
             )
 
     def _host_need(self, jobs: Iterable[Job]) -> HostNeed:

@@ -31,6 +31,7 @@ import torch
 from storage.errors import BudgetExceededError, NotFoundError, StorageError
 from storage.scratch import ScratchRanges
 from storage.shard import DType, Kind, SlabKey
+from storage.shown_sizes import shown_size
 from storage.slab import Group
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
@@ -589,8 +590,9 @@ class Gradients:
         if not request.granted.done():
             request.granted.set_exception(
                 BudgetExceededError(
-                    f"host_budget {self._host.budget_bytes} had no room for {activation.label} of {activation.nbytes} "
-                    f"bytes: {self._host.used_bytes} bytes are used; raise host_budget, or move fewer activations"
+                    f"host_budget {shown_size(self._host.budget_bytes)} had no room for {activation.label} of "
+                    f"{shown_size(activation.nbytes)}: {shown_size(self._host.used_bytes)} are used; raise "
+                    "host_budget, or move fewer activations"
                 )
             )
 

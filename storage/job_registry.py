@@ -20,6 +20,7 @@ from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.job_table import JobTable
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.shown_sizes import shown_size
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
@@ -269,9 +270,10 @@ class JobRegistry:
                 await job.registering.acquire()
         except TimeoutError:
             raise BudgetExceededError(
-                f"host_budget {self._host.budget_bytes} had no room for other groups of job {job.spec.name!r} that are "
-                "being registered, and these waited for them until admission_timeout_seconds were over; return leases "
-                "sooner, or raise host_budget or admission_timeout_seconds"
+                f"host_budget {shown_size(self._host.budget_bytes)} had no room for other groups of job "
+                f"{job.spec.name!r} that are being registered, and these waited for them until "
+                "admission_timeout_seconds were over; return leases sooner, or raise host_budget or "
+                "admission_timeout_seconds"
             ) from None
         try:
             yield

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from storage.shard import JobSpec, TierName
+from storage.shown_sizes import shown_size
 from storage.slab import Tally
 
 # Each of several ranks copies its units out of the arena, and leases two at a time: the unit that it copies and the
@@ -124,8 +125,8 @@ class HostNeed:
 
     def __str__(self) -> str:
         return (
-            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients at once, "
-            f"{self.units_bytes} of {self.units} units in use or on their way"
+            f"{shown_size(self.home_bytes)} placed on the host, {shown_size(self.gradient_bytes)} of gradients at "
+            f"once, {shown_size(self.units_bytes)} of {self.units} units in use or on their way"
         )
 
 

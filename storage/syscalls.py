@@ -22,6 +22,7 @@ from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
 from storage.failpoints import Failpoint, reach
+from storage.shown_sizes import shown_size
 
 _PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -172,8 +173,8 @@ def _check_available(size: int) -> None:
     available = available_memory()
     if size > available:
         raise DiskFullError(
-            f"host_budget: {size} bytes of shared memory are asked for and {available} are available; "
-            "lower host_budget or free memory on this machine"
+            f"host_budget: {shown_size(size)} of shared memory are asked for and {shown_size(available)} are "
+            "available; lower host_budget or free memory on this machine"
         )
 
 
@@ -188,7 +189,7 @@ def _allocate(fd: int, size: int, where: str) -> None:
     except OSError as error:
         os.close(fd)
         raise DiskFullError(
-            f"host_budget: cannot allocate {size} bytes of shared memory ({error.strerror}); "
+            f"host_budget: cannot allocate {shown_size(size)} of shared memory ({error.strerror}); "
             f"lower host_budget or free memory on {where}"
         ) from error
 
@@ -229,8 +230,8 @@ def create_huge_shared_memory(name: str, size: int) -> int:
             os.close(fd)
         pages = max(1, size // HUGE_PAGE_BYTES)
         raise DeviceError(
-            f"huge_pages: cannot allocate {size} bytes in pages of 2 MiB ({error.strerror}); reserve {pages} of them "
-            f"(sysctl vm.nr_hugepages={pages}), or set huge_pages to false"
+            f"huge_pages: cannot allocate {shown_size(size)} in pages of 2 MiB ({error.strerror}); reserve {pages} of "
+            f"them (sysctl vm.nr_hugepages={pages}), or set huge_pages to false"
         ) from error
     return fd
 
@@ -302,10 +303,10 @@ def lock_memory(memory: memoryview) -> None:
     if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(memory))) == 0:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    allowed = "any number" if limit == resource.RLIM_INFINITY else str(limit)
+    allowed = "any number" if limit == resource.RLIM_INFINITY else shown_size(limit)
     raise DeviceError(
-        f"lock_memory: cannot lock {len(memory)} bytes ({os.strerror(ctypes.get_errno())}), {allowed} are allowed; "
-        "raise the limit (ulimit -l, or LimitMEMLOCK= of the systemd unit), or set lock_memory to false"
+        f"lock_memory: cannot lock {shown_size(len(memory))} ({os.strerror(ctypes.get_errno())}), {allowed} are "
+        "allowed; raise the limit (ulimit -l, or LimitMEMLOCK= of the systemd unit), or set lock_memory to false"
     )
 
 

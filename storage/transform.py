@@ -26,6 +26,7 @@ from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
 from storage.position_lock import PositionLock
 from storage.shard import MAX_OPTIMIZER_STATES, DType, Kind
+from storage.shown_sizes import least_size, shown_size
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
@@ -147,8 +148,8 @@ class TilePool:
         """
         if host.budget_bytes < 2 * LEAST_TILE_BYTES:
             raise BudgetExceededError(
-                f"host_budget {host.budget_bytes} is too small to run an optimizer; raise it to at least "
-                f"{2 * LEAST_TILE_BYTES}"
+                f"host_budget {shown_size(host.budget_bytes)} is too small to run an optimizer; raise it to at least "
+                f"{least_size(2 * LEAST_TILE_BYTES)}"
             )
         self._host = host
         self._sets, self.elements = _cut_buffers(host.budget_bytes)

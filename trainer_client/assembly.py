@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from paramserver.contract.durability import REPLICATED
 from paramserver.contract.otlp import DISABLED_VARIABLE, is_disabled
 from paramserver.contract.replica_names import name_replica
+from paramserver.contract.sizes import shown_size
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
@@ -281,9 +282,9 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
     section, checkpoints = rank.settings.paramserver.activations, rank.settings.activation_checkpointing
     if rank.collectives.rank == 0:
         log.info(
-            "boundaries of activation checkpoints of at least %d bytes go to the store between forward and backward; "
-            "%d bytes of them, and the newest, stay on the device",
-            *(section.smallest, section.kept),
+            "boundaries of activation checkpoints of at least %s go to the store between forward and backward; "
+            "%s of them, and the newest, stay on the device",
+            *map(shown_size, (section.smallest, section.kept)),
         )
     activations = Activations(
         rank.store,

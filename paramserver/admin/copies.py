@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.filesize import decimal
 from rich.text import Text
 
 from paramserver.admin import printers, totals
 from paramserver.admin.completion import Job, job_names
 from paramserver.admin.connection import KEEPING_DEADLINE_SECONDS, Address, AsJson, Yes, confirm, fail
 from paramserver.admin.nodes import Question, run
+from paramserver.contract.sizes import shown_size
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
@@ -40,8 +40,8 @@ def evict(
 
 
 def _evicted(result: admin_pb.EvictCopiesResponse) -> Text:
-    left = f"; {decimal(result.left_bytes)} are in use or at home in host memory" if result.left_bytes else ""
-    return printers.text(f"evicted {result.copies} copies, {decimal(result.bytes)}{left}")
+    left = f"; {shown_size(result.left_bytes)} are in use or at home in host memory" if result.left_bytes else ""
+    return printers.text(f"evicted {result.copies} copies, {shown_size(result.bytes)}{left}")
 
 
 def promote(job: Job, address: Address = None, as_json: AsJson = False) -> None:
@@ -56,6 +56,6 @@ def promote(job: Job, address: Address = None, as_json: AsJson = False) -> None:
 
 
 def _promoted(result: admin_pb.PromoteJobResponse) -> Text:
-    left = f"; {decimal(result.left_bytes)} found no room or are being written" if result.left_bytes else ""
-    present = f"; {decimal(result.present_bytes)} were there" if result.present_bytes else ""
-    return printers.text(f"brought {result.slabs} slabs, {decimal(result.bytes)}, into host memory{present}{left}")
+    left = f"; {shown_size(result.left_bytes)} found no room or are being written" if result.left_bytes else ""
+    present = f"; {shown_size(result.present_bytes)} were there" if result.present_bytes else ""
+    return printers.text(f"brought {result.slabs} slabs, {shown_size(result.bytes)}, into host memory{present}{left}")

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paramserver.admin import printers
 from paramserver.admin.completion import Job
@@ -25,6 +24,8 @@ from paramserver.admin.connection import CREDENTIALS, Address, AsJson, Credentia
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.admin.nodes import only_one
 from paramserver.contract.printable import printable
+from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.sizes import shown_size
 
 Step = Annotated[int | None, typer.Option(min=0, help="The step; the newest committed one by default.")]
 Kept = Annotated[str | None, typer.Option(help="Name of a kept step, instead of --step.")]
@@ -91,7 +92,9 @@ def backup(
             on_progress=on_progress,
         )
     steps = ", ".join(map(str, result.steps))
-    written = f"{decimal(result.written_bytes)} of {decimal(result.total_bytes)} written in {result.seconds:.1f} s"
+    written = (
+        f"{shown_size(result.written_bytes)} of {shown_size(result.total_bytes)} written in {result.seconds:.1f} s"
+    )
     text = f"backed step {result.step} of job {job} up to {destination}: {written}; its steps are {steps}"
     if result.repaired_slabs:
         text += f"; {result.repaired_slabs} damaged files of former backups were written anew"
@@ -158,7 +161,7 @@ def _progress(name: str) -> Iterator[Callable[[Any], None]]:
 
     Yield the function that advances it.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *byte_columns())
     console = Console(stderr=True)
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
@@ -169,7 +172,7 @@ def _progress(name: str) -> Iterator[Callable[[Any], None]]:
 
 def _of_copy(result: Any) -> str:
     there = result.same_bytes + result.resumed_bytes
-    return f"{decimal(result.sent_bytes)} sent, {decimal(there)} were there, {result.seconds:.1f} s"
+    return f"{shown_size(result.sent_bytes)} sent, {shown_size(there)} were there, {result.seconds:.1f} s"
 
 
 def _print(result: Any, text: str, *, as_json: bool) -> None:

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from paramserver.admin import printers
 from paramserver.admin.connection import AsJson, fail, interruptible
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.printable import printable
+from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.sizes import shown_size
 
 
 def fsck(
@@ -44,7 +45,7 @@ def fsck(
 
     check = StateCheck()
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), *byte_columns(), TimeRemainingColumn())
     try:
         with (
             interruptible(),
@@ -67,5 +68,5 @@ def fsck(
             for problem in check.problems:
                 out.print(printers.text(problem, "red"))
             verdict = f"{len(check.problems)} problems" if check.problems else "no damage"
-            out.print(printers.text(f"{what}{decimal(check.verified_bytes)} verified: {verdict}"))
+            out.print(printers.text(f"{what}{shown_size(check.verified_bytes)} verified: {verdict}"))
     raise typer.Exit(ExitCode.BAD_STATE if check.problems else ExitCode.DONE)

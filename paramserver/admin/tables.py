@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from paramserver.admin.printers import add_row, new_table, text
 from paramserver.contract.durability import durability_text
 from paramserver.contract.kinds import kind_name
+from paramserver.contract.sizes import shown_size
 from paramserver.contract.tiers import tier_name
 from paramserver.contract.words import word_of
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -34,28 +34,28 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
             table,
             tier_name(tier.tier),
             text("degraded", "red") if tier.problems else "ok",
-            decimal(tier.used_bytes),
-            decimal(tier.budget_bytes),
+            shown_size(tier.used_bytes),
+            shown_size(tier.budget_bytes),
             f"{tier.used_bytes / tier.budget_bytes:.0%}" if tier.budget_bytes else "-",
-            decimal(tier.leased_bytes),
-            decimal(tier.evictable_bytes),
+            shown_size(tier.leased_bytes),
+            shown_size(tier.evictable_bytes),
             f"{tier.hits / asked:.0%} of {asked}" if asked else "-",
             str(tier.queue_depth),
-            f"{decimal(tier.bytes_read)} {_rate(tier.bytes_read, tier.read_seconds)}".strip(),
-            f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
+            f"{shown_size(tier.bytes_read)} {_rate(tier.bytes_read, tier.read_seconds)}".strip(),
+            f"{shown_size(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
     # Paths are long. They are printed below the table, where they take no width from the figures.
     lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers if tier.detail]
     for tier in response.tiers:
         if tier.quarantined_bytes:
-            held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended may write to them"
+            held = f"{shown_size(tier.quarantined_bytes)} held back: processes whose sessions ended may write to them"
             lines.append(text(f"{tier_name(tier.tier)}: {held}"))
         if tier.gradient_bytes:
             spilled = "spilled" if tier.tier == pb.TIER_NVME else "parked"
-            lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.gradient_bytes)} of {spilled} gradients"))
+            lines.append(text(f"{tier_name(tier.tier)}: {shown_size(tier.gradient_bytes)} of {spilled} gradients"))
         if tier.activation_bytes:
             spilled = "spilled activations" if tier.tier == pb.TIER_NVME else "activations"
-            lines.append(text(f"{tier_name(tier.tier)}: {decimal(tier.activation_bytes)} of {spilled}"))
+            lines.append(text(f"{tier_name(tier.tier)}: {shown_size(tier.activation_bytes)} of {spilled}"))
     lines += [text(line) for tier in response.tiers for line in _memory_lines(tier)]
     lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:
@@ -71,24 +71,24 @@ def _memory_lines(tier: admin_pb.TierInfo) -> list[str]:
     """Return a line for each loan that was given, and for each lender."""
     lines = []
     if tier.lend_budget_bytes or tier.loans:
-        lines.append(f"lent: {decimal(tier.lent_bytes)} of lend_budget {decimal(tier.lend_budget_bytes)}")
+        lines.append(f"lent: {shown_size(tier.lent_bytes)} of lend_budget {shown_size(tier.lend_budget_bytes)}")
     for loan in tier.loans:
         lines.append(
-            f"lent to {loan.borrower} (token {loan.token}, {loan.peer}): {decimal(loan.used_bytes)} of "
-            f"{decimal(loan.size_bytes)}, read {decimal(loan.bytes_read)}, written {decimal(loan.bytes_written)}, "
-            f"taken back {decimal(loan.taken_back_bytes)}"
+            f"lent to {loan.borrower} (token {loan.token}, {loan.peer}): {shown_size(loan.used_bytes)} of "
+            f"{shown_size(loan.size_bytes)}, read {shown_size(loan.bytes_read)}, written "
+            f"{shown_size(loan.bytes_written)}, taken back {shown_size(loan.taken_back_bytes)}"
         )
     for lender in tier.lenders:
         speeds = [
-            f"{what} {decimal(int(speed))}/s"
+            f"{what} {shown_size(speed)}/s"
             for what, speed in (("lender", lender.bytes_per_second), ("nvme", lender.nvme_bytes_per_second))
             if speed
         ]
         lines.append(
-            f"lender {lender.address}: {lender.state}, {decimal(lender.used_bytes)} of {decimal(lender.size_bytes)}, "
-            f"{lender.hits} hits, {lender.misses} misses, {lender.wrong_blocks} wrong, {lender.timeouts} time-outs, "
-            f"lost {lender.losses} times{''.join(f', {speed}' for speed in speeds)}"
-            f"{f' ({lender.problem})' if lender.problem else ''}"
+            f"lender {lender.address}: {lender.state}, {shown_size(lender.used_bytes)} of "
+            f"{shown_size(lender.size_bytes)}, {lender.hits} hits, {lender.misses} misses, {lender.wrong_blocks} "
+            f"wrong, {lender.timeouts} time-outs, lost {lender.losses} "
+            f"times{''.join(f', {speed}' for speed in speeds)}{f' ({lender.problem})' if lender.problem else ''}"
         )
     return lines
 
@@ -104,12 +104,12 @@ def devices_table(tiers: Iterable[admin_pb.TierInfo]) -> Table:
                 table,
                 device.path,
                 tier_name(tier.tier),
-                decimal(device.used_bytes),
-                decimal(device.size_bytes),
-                decimal(device.bytes_in_flight),
+                shown_size(device.used_bytes),
+                shown_size(device.size_bytes),
+                shown_size(device.bytes_in_flight),
                 f"{device.busy_seconds:.1f} s",
                 text(f"{device.stalled_seconds:.1f} s", "red") if device.stalled_seconds >= 1.0 else "-",
-                f"{decimal(int(device.bytes_per_second))}/s" if measured else "-",
+                f"{shown_size(device.bytes_per_second)}/s" if measured else "-",
             )
     return table
 
@@ -158,7 +158,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.kept_steps),
             *([_settled_text(job)] if unsettled else []),
             *([_replica_text(job)] if replicated else []),
-            *(decimal(size.get(tier, 0)) for tier in tiers),
+            *(shown_size(size.get(tier, 0)) for tier in tiers),
         )
     problems = [
         text(f"replica of {job.name} at {replica.holder}: {replica.problem}", "red")
@@ -216,8 +216,8 @@ def steps_table(job: str, response: admin_pb.ListStepsResponse) -> Table:
             str(step.readers),
             str(step.world_size),
             clock(step.committed_at_unix_seconds),
-            *(decimal(size.get(tier, 0)) for tier in tiers),
-            decimal(step.alone_bytes),
+            *(shown_size(size.get(tier, 0)) for tier in tiers),
+            shown_size(step.alone_bytes),
         )
     return table
 
@@ -236,8 +236,8 @@ def kept_table(job: str, response: admin_pb.ListKeptStepsResponse) -> Table:
             str(kept.step),
             str(kept.world_size),
             f"{max(0.0, time.time() - kept.kept_at_unix_seconds):.0f} s ago",
-            decimal(kept.bytes),
-            decimal(kept.alone_bytes),
+            shown_size(kept.bytes),
+            shown_size(kept.alone_bytes),
             kept.note or "-",
         )
     return table
@@ -289,12 +289,16 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
             "arena" if session.maps_arena else "streams",
             str(session.read_leases),
             str(session.write_leases),
-            decimal(session.leased_bytes),
+            shown_size(session.leased_bytes),
             str(session.readers),
             str(session.transfers),
             f"{max(0.0, time.time() - session.opened_at_unix_seconds):.0f} s",
             f"{session.heard_seconds_ago:.1f} s ago",
-            *((f"{decimal(session.device_bytes)} of {decimal(session.device_budget_bytes)}",) if has_devices else ()),
+            *(
+                (f"{shown_size(session.device_bytes)} of {shown_size(session.device_budget_bytes)}",)
+                if has_devices
+                else ()
+            ),
         )
     return table
 
@@ -304,11 +308,11 @@ def prefetch_tables(response: admin_pb.GetPrefetchResponse) -> RenderableType:
     asked = response.hits + response.misses
     hits = f"{response.hits / asked:.1%} of {asked} reads came from host memory" if asked else "no reads yet"
     lines = [
-        f"queue: {response.running} fetches under way ({decimal(response.in_flight_bytes)} of "
-        f"{decimal(response.in_flight_budget_bytes)}), {response.waiting} wait, clients wait for {response.demands}",
+        f"queue: {response.running} fetches under way ({shown_size(response.in_flight_bytes)} of "
+        f"{shown_size(response.in_flight_budget_bytes)}), {response.waiting} wait, clients wait for {response.demands}",
         f"hits: {hits}",
         *(
-            f"fetched for {job.job}: {decimal(job.bytes)} in reads of {job.seconds:.1f} s together"
+            f"fetched for {job.job}: {shown_size(job.bytes)} in reads of {job.seconds:.1f} s together"
             for job in response.jobs
         ),
     ]
@@ -321,7 +325,7 @@ def prefetch_tables(response: admin_pb.GetPrefetchResponse) -> RenderableType:
             window.job or "-",
             str(window.rank),
             str(window.slabs),
-            decimal(window.bytes),
+            shown_size(window.bytes),
             str(window.present),
             str(window.running),
             str(window.waiting),
@@ -408,4 +412,4 @@ def _title(what: str, response: admin_pb.GetTiersResponse) -> str:
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
+    return f"({shown_size(nbytes / seconds)}/s)" if seconds else ""

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paramserver.admin import printers, tables, totals
 from paramserver.admin.completion import job_names
@@ -17,6 +16,8 @@ from paramserver.admin.connection import Address, AsJson
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.admin.nodes import Question, run
 from paramserver.contract.printable import printable
+from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.sizes import shown_size
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 # A function that gets the address of a daemon and a message of its verification; it is called with each message.
@@ -59,7 +60,7 @@ def _verify(store: Any, address: str, job: str, on_progress: _OnProgress) -> adm
 @contextlib.contextmanager
 def _progress() -> Iterator[_OnProgress]:
     """Show a bar for each daemon on standard error if that is a terminal, until the context ends."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), *byte_columns(), TimeRemainingColumn())
     name = TextColumn("{task.description}", markup=False)
     console = Console(stderr=True)
     with Progress(name, *columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -74,7 +75,7 @@ def _progress() -> Iterator[_OnProgress]:
 
 
 def _shown(result: admin_pb.VerifyResponse) -> RenderableType:
-    what = f"verified {decimal(result.verified_bytes)}"
+    what = f"verified {shown_size(result.verified_bytes)}"
     if not result.damage:
         return printers.text(f"{what}: no damage")
     line = printers.text(f"{what}: {len(result.damage)} damaged or unreadable places", "red")

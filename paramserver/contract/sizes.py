@@ -1,4 +1,8 @@
-"""Sizes as users write them: a number of bytes, or a number with a unit such as "1.5GiB"."""
+"""Sizes as users write them, "1.5GiB" or a number of bytes, and as all texts show them, "1.5 GiB".
+
+Texts for people have binary units everywhere: errors, the log, `paramserver-admin`, `paramserver plan`, the page. JSON
+has bytes. `storage/shown_sizes.py` has the same two functions, because that package imports no other.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +37,13 @@ def _is_size(text: str) -> bool:
 
 # The type of a key whose value is a size. A default is a plain ByteSize.
 Size = Annotated[ByteSize, BeforeValidator(_check_whole)]
+
+
+def shown_size(nbytes: float) -> str:
+    """Return a number of bytes for people, rounded to a tenth of a binary unit: "34.6 MiB"."""
+    return ByteSize(nbytes).human_readable(separator=" ")
+
+
+def least_size(nbytes: int) -> str:
+    """Return the smallest size of whole MiB that has room for `nbytes`, as a config writes it: "35MiB"."""
+    return f"{-(-nbytes >> 20)}MiB"

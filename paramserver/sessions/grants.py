@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 
+from paramserver.contract.sizes import shown_size
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
 from paramserver.sessions.client_process import ClientProcesses
@@ -201,9 +202,9 @@ class Grants:
         # With more than half of it, the ranges of activations could leave no run of free bytes for other requests.
         if share is None or (taken and taken + size > share // 2):
             raise BudgetExceededError(
-                f"host_budget has no room for {size} bytes of an activation of job {job.spec.name!r} beside what the "
-                f"steps of the jobs need, and {taken} of activations that this rank uses; raise host_budget, or "
-                "nvme_budget if activations are to be spilled"
+                f"host_budget has no room for {shown_size(size)} of an activation of job {job.spec.name!r} beside "
+                f"what the steps of the jobs need, and {shown_size(taken)} of activations that this rank uses; raise "
+                "host_budget, or nvme_budget if activations are to be spilled"
             )
 
     async def _recall(self, session: Session, lease: Lease) -> Lease:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
+from paramserver.contract.sizes import shown_size
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
@@ -152,9 +153,10 @@ class HostQuota:
                 continue
             if home + needed > limit.host_bytes or asyncio.get_running_loop().time() > deadline:
                 raise BudgetExceededError(
-                    f"{limit.what}, host_bytes = {limit.host_bytes}, has no room for {needed} bytes: {home} are "
-                    f"placed on the host, {taken} are leased or being applied; return leases sooner, place less on "
-                    "the host, or raise it in the daemon's `quotas`"
+                    f"{limit.what}, host_bytes = {shown_size(limit.host_bytes)}, has no room for "
+                    f"{shown_size(needed)}: {shown_size(home)} are placed on the host, {shown_size(taken)} are leased "
+                    "or being applied; return leases sooner, place less on the host, or raise it in the daemon's "
+                    "`quotas`"
                 )
             self._engine.gradients.relieve_jobs({each.spec.name for each in jobs})
             return False

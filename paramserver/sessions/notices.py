@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paramserver.contract.sizes import shown_size
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
@@ -26,7 +27,8 @@ def describe_waits(engine: Engine) -> str:
     if host.queue_depth:
         memory = (
             f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s "
-            f"(host_budget is {host.budget_bytes} bytes, {host.pinned_bytes} of them leased, read or updated)"
+            f"(host_budget is {shown_size(host.budget_bytes)}, {shown_size(host.pinned_bytes)} of them leased, read "
+            "or updated)"
         )
     requests = [f"{tier.queue_depth} reads and writes of {tier.name} wait or are under way" for tier in engine.backing]
     return "; ".join([memory, *requests, *troubles])
@@ -80,6 +82,6 @@ class NoticeBoard:
             return None
         text = (
             f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s; "
-            f"host_budget is {host.budget_bytes} bytes: return leases sooner, or raise it"
+            f"host_budget is {shown_size(host.budget_bytes)}: return leases sooner, or raise it"
         )
         return Notice(text=text, event=Response.EVENT_BUDGET_PRESSURE, tier=pb.TIER_HOST)

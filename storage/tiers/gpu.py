@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.shard import TierName
+from storage.shown_sizes import shown_size
 from storage.tiers.base import TierCounters, round_up
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.giving_way import giving_way
@@ -278,7 +279,9 @@ class GpuTier:
     @property
     def detail(self) -> str:
         """The memory of each session."""
-        return "; ".join(f"{m.label}: {m.used_bytes:,} of {m.budget_bytes:,} bytes" for m in self._memories)
+        return "; ".join(
+            f"{m.label}: {shown_size(m.used_bytes)} of {shown_size(m.budget_bytes)}" for m in self._memories
+        )
 
     def open(self, label: str) -> DeviceMemory:
         """Return the directory of a session's device memory, without a budget yet."""

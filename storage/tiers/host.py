@@ -18,6 +18,7 @@ import torch
 
 from storage.errors import BudgetExceededError
 from storage.shard import DType, TierName
+from storage.shown_sizes import least_size, shown_size
 from storage.slices import in_slices
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import BusyClock, TierCounters, round_up
@@ -197,8 +198,8 @@ class HostTier:
         """
         if round_up(nbytes) > self.budget_bytes - self.arena.header_bytes:
             raise BudgetExceededError(
-                f"host_budget {self.budget_bytes} cannot hold one range of {nbytes} bytes; "
-                f"raise host_budget to more than {round_up(nbytes) + self.arena.header_bytes}"
+                f"host_budget {shown_size(self.budget_bytes)} cannot hold one range of {shown_size(nbytes)}; "
+                f"raise host_budget to more than {least_size(round_up(nbytes) + self.arena.header_bytes)}"
             )
         if not self._waiters and (range_ := self._allocate(nbytes, from_top=from_top, later_than=None)):
             return range_
@@ -316,10 +317,10 @@ class HostTier:
             return
         waiter.granted.set_exception(
             BudgetExceededError(
-                f"host_budget {self.budget_bytes} had no room for {waiter.nbytes} bytes for "
-                f"{self._admission_timeout_seconds:g} s: {self.used_bytes} bytes are used, {self.pinned_bytes} of "
-                "them by copies that are leased, being read or being updated; return leases sooner, or raise "
-                "host_budget or admission_timeout_seconds"
+                f"host_budget {shown_size(self.budget_bytes)} had no room for {shown_size(waiter.nbytes)} for "
+                f"{self._admission_timeout_seconds:g} s: {shown_size(self.used_bytes)} are used, "
+                f"{shown_size(self.pinned_bytes)} of them by copies that are leased, being read or being updated; "
+                "return leases sooner, or raise host_budget or admission_timeout_seconds"
             )
         )
         self._leave(waiter)

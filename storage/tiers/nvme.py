@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
 from storage.integrity import Checksums
 from storage.shard import TierName
+from storage.shown_sizes import least_size, shown_size
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.contract import Move
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
@@ -121,8 +122,9 @@ class NvmeTier:
         self._new: set[NvmeRegion] = set()
         if self.used_bytes > budget_bytes:
             raise BudgetExceededError(
-                f"nvme_budget {budget_bytes} is less than the {self.used_bytes} bytes of committed versions in "
-                f"{self._paths}; raise nvme_budget or delete jobs"
+                f"nvme_budget {shown_size(budget_bytes)} is less than the {shown_size(self.used_bytes)} of committed "
+                f"versions in {self._paths}; raise nvme_budget to at least {least_size(self.used_bytes)} or delete "
+                "jobs"
             )
 
     @property
@@ -184,8 +186,9 @@ class NvmeTier:
         need = round_up(nbytes)
         if self.used_bytes + need > self.budget_bytes:
             raise BudgetExceededError(
-                f"nvme_budget {self.budget_bytes} is too small: {self.used_bytes} bytes are in use and {need} more are "
-                f"needed in {self._paths}; raise nvme_budget to at least {self.used_bytes + need} or delete jobs"
+                f"nvme_budget {shown_size(self.budget_bytes)} is too small: {shown_size(self.used_bytes)} are in use "
+                f"and {shown_size(need)} more are needed in {self._paths}; raise nvme_budget to at least "
+                f"{least_size(self.used_bytes + need)} or delete jobs"
             )
         self._grow(need - sum(file.usable_bytes for file in self.files))
 
@@ -347,8 +350,9 @@ class NvmeTier:
         room = self.budget_bytes - sum(other.occupied_bytes for other in self.files)
         if missing > room:
             raise BudgetExceededError(
-                f"nvme_budget {self.budget_bytes}: {self._paths} occupy all but {max(room, 0)} bytes of it, and "
-                f"{missing} more are needed; raise nvme_budget by {missing - room} bytes or delete jobs"
+                f"nvme_budget {shown_size(self.budget_bytes)}: {self._paths} occupy all but "
+                f"{shown_size(max(room, 0))} of it, and {shown_size(missing)} more are needed; raise nvme_budget to "
+                f"at least {least_size(self.budget_bytes + missing - room)} or delete jobs"
             )
         # Leave each file its part of the rest of the budget.
         fair = room // len(self.files) // PAGE_BYTES * PAGE_BYTES

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from storage.errors import DamagedBlockError
 from storage.shard import TierName
+from storage.shown_sizes import shown_size
 from storage.tiers.base import TierCounters
 from storage.tiers.block_macs import BlockMacs
 from storage.tiers.contract import Move, Region
@@ -177,10 +178,11 @@ class RemoteTier:
         source.rate.reset(source.bytes_read, source.reading.elapsed)
         self._share_budget()
         log.info(
-            "lender %s lends %d bytes, of which the budget allows %d",
-            *(source.lender.address, source.granted_bytes, source.directory.size_bytes),
+            "lender %s lends %s, of which the budget allows %s",
+            source.lender.address,
+            *(shown_size(source.granted_bytes), shown_size(source.directory.size_bytes)),
         )
-        self._on_event(source.lender.address, f"this lender lends {source.granted_bytes} bytes")
+        self._on_event(source.lender.address, f"this lender lends {shown_size(source.granted_bytes)}")
         try:
             reason = await ended
         finally:
@@ -364,7 +366,7 @@ class RemoteTier:
                 async with asyncio.timeout(seconds):
                     found = iter(await memory.read([(address, buffer) for address, _, buffer in spans]))
         except TimeoutError:
-            self._time_out(source, memory, f"a read of {nbytes} bytes was not answered within {seconds:g} s")
+            self._time_out(source, memory, f"a read of {shown_size(nbytes)} was not answered within {seconds:g} s")
             return []
         except LenderError as error:
             self._lose(source, memory, str(error))
@@ -411,7 +413,7 @@ class RemoteTier:
             source.state = LenderState.IN_USE
             return
         source.state = LenderState.SLOWER
-        log.info("lender %s: %.3g MB/s, nvme: %.3g MB/s", source.lender.address, ours / 1e6, nvme / 1e6)
+        log.info("lender %s: %s/s, nvme: %s/s", source.lender.address, shown_size(ours), shown_size(nvme))
         for copy in source.directory.copies:
             self._drop(source, copy)
         self._share_budget()
@@ -467,7 +469,7 @@ class RemoteTier:
         nbytes = len(piece)
         self.counters.writing.start()
         sent = memory.keep(address, piece)
-        lost = f"{nbytes} bytes were not taken within {self._timeout_seconds:g} s"
+        lost = f"{shown_size(nbytes)} were not taken within {self._timeout_seconds:g} s"
         alarm = asyncio.get_running_loop().call_later(self._timeout_seconds, self._time_out, source, memory, lost)
 
         def end(sent: asyncio.Future[bool]) -> None:

@@ -210,7 +210,7 @@ def test_a_step_is_kept_and_read_by_good_names_only(daemon: Daemon, rank: Rank, 
 def test_tables_show_every_figure(daemon: Daemon, rank: Rank, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = admin(daemon.address, "tiers")
     assert f"Tiers of {daemon.state_dir} (1 sessions)" in table
-    assert all(word in table for word in ("host", "nvme", "16.8 MB", "268.4 MB", "shared memory", "data.0"))
+    assert all(word in table for word in ("host", "nvme", "16.0 MiB", "256.0 MiB", "shared memory", "data.0"))
     table = admin(daemon.address, "jobs")
     (row,) = [line for line in table.splitlines() if job in line]
     assert " step " in row and f"{sum(rank.layout.numels) * 2:,}" in row

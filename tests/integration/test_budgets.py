@@ -43,11 +43,11 @@ def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_wo
     with Daemon(tmp_path / "state", {key: small}) as daemon:
         with Clients(daemon.address) as clients:
             told = refusal(clients.rank(layout))
-        assert f"{key} {small} is too small" in told
-        found = re.search(rf"raise {key} to at least (\d+)", told)
+        assert f"{key} 3.5 MiB is too small" in told
+        found = re.search(rf"raise {key} to at least (\d+MiB)[, ]", told)
         assert found is not None, told
         assert daemon.stop() == 0
-    with Daemon(tmp_path / "state", {key: int(found[1])}) as daemon, Clients(daemon.address) as clients:
+    with Daemon(tmp_path / "state", {key: found[1]}) as daemon, Clients(daemon.address) as clients:
         rank = clients.rank(layout).begin()
         rank.train(1, 3)
         rank.assert_at(3)
@@ -56,7 +56,7 @@ def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_wo
 def test_more_host_memory_than_there_is_is_refused_at_the_start(tmp_path: Path) -> None:
     with Daemon(tmp_path / "state", {"host_budget": "1000TiB"}, wait=False) as daemon:
         assert daemon.wait() == 1
-        assert "host_budget: 1099511627776000 bytes" in daemon.log and "lower host_budget" in daemon.log
+        assert "host_budget: 1000.0 TiB of shared memory" in daemon.log and "lower host_budget" in daemon.log
         assert "Traceback" not in daemon.log
 
 
@@ -68,7 +68,7 @@ def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_on
         rank = clients.rank(BIG).begin()
         slabs = [(group, kind) for kind in BIG.kinds for group in BIG.groups]
         leases = []
-        with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 6291456 had no room for", "for 0.2 s", "that are leased"):
+        with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 6.0 MiB had no room for", "for 0.2 s", "that are leased"):
             for group, kind in slabs:
                 leases.append(rank.acquire(group, kind, pb.LEASE_MODE_READ))
         # One of these two wants could be granted and the other could not. The daemon grants both or none.

@@ -491,7 +491,7 @@ def test_a_store_without_room_refuses_the_checkpoint_and_training_goes_on(tmp_pa
         start(config_of(daemon.address, "job")) as engine,
     ):
         saved = 0
-        with pytest.raises(StoreBudgetError, match=r"cannot be kept: the quota of job 'job', nvme_bytes = 1048576"):
+        with pytest.raises(StoreBudgetError, match=r"cannot be kept: the quota of job 'job', nvme_bytes = 1\.0 MiB"):
             while saved < 30:
                 list(steps(engine, engine.global_steps + 1))
                 engine.save_checkpoint(tmp_path, f"tag{saved}")

@@ -93,7 +93,7 @@ def test_a_client_waits_for_what_the_daemon_grants_in_the_end(daemon: Daemon, ho
 def test_a_client_is_told_why_the_daemon_refuses_in_the_end(daemon: Daemon, holder: Rank) -> None:
     with (
         closing(RankStore(daemon.address, "hasty")) as store,
-        pytest.raises(StoreBudgetError, match=r"host_budget 16777216 had no room for .*admission_timeout_seconds"),
+        pytest.raises(StoreBudgetError, match=r"host_budget 16.0 MiB had no room for .*admission_timeout_seconds"),
     ):
         register(store)
     with closing(RankStore(daemon.address, "hasty")) as store:
@@ -108,7 +108,7 @@ def test_a_deadline_shorter_than_the_daemons_patience_is_answered_shortly_before
     rank.open()
     with refused(
         *(CODE.DEADLINE_EXCEEDED, "s that the client allows: 1 requests wait for room in host memory, the first for"),
-        "(host_budget is 16777216 bytes",
+        "(host_budget is 16.0 MiB",
     ):
         rank.call("RegisterShards", groups=[group_to_wire(WAITING.group("a"))], seconds=4.0)
     other = clients.client()

@@ -305,7 +305,7 @@ def test_the_budget_that_is_asked_for_does_not_grow_with_the_number_of_layers(tm
             with pytest.raises(grpc.RpcError, match="host_budget") as refused:
                 rank.register()
             assert isinstance(refused.value, grpc.Call)
-            found = re.search(r"raise host_budget to at least (\d+)", refused.value.details() or "")
+            found = re.search(r"raise host_budget to at least (\d+)MiB,", refused.value.details() or "")
             assert found is not None
             asked.add(int(found[1]))
     assert len(asked) == 1

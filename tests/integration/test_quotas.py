@@ -12,7 +12,7 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind, TierName
-from tests.integration.support.daemon import MIB, Daemon
+from tests.integration.support.daemon import Daemon
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
@@ -65,9 +65,7 @@ def test_what_a_job_stores_must_fit_its_quota_before_anything_is_reserved(client
     # The job needs three kinds of four groups of 1 MiB, twice: for the committed step and for the pending one.
     rank = clients.rank(layout("small-nvme"))
     rank.open()
-    with refused(
-        CODE.RESOURCE_EXHAUSTED, f"the quota of job 'small-nvme', nvme_bytes = {23 * MIB}", f"need {24 * MIB}"
-    ):
+    with refused(CODE.RESOURCE_EXHAUSTED, "the quota of job 'small-nvme', nvme_bytes = 23.0 MiB", "need 24.0 MiB"):
         rank.register()
     clients.rank(layout("small-nvme-2", groups=GROUPS[:3])).begin().assert_at(0)
 
@@ -76,7 +74,7 @@ def test_what_a_step_needs_of_the_host_must_fit_its_quota(clients: Clients) -> N
     # A step needs room for four gradients, the root, the unit in use, and the unit that is being fetched.
     rank = clients.rank(layout("small-host"))
     rank.open()
-    with refused(CODE.RESOURCE_EXHAUSTED, f"host_bytes = {5 * MIB}, is too small: a step needs {7 * MIB} bytes"):
+    with refused(CODE.RESOURCE_EXHAUSTED, "host_bytes = 5.0 MiB, is too small: a step needs 7.0 MiB"):
         rank.register()
 
 
@@ -84,7 +82,7 @@ def test_leases_beyond_the_quota_wait_for_others_and_are_refused_in_the_end(clie
     rank = clients.rank(layout("tight-1")).begin()
     leases = [hold(rank, group) for group in GROUPS]
     leases += [rank.acquire(group, Kind.EXP_AVG, pb.LEASE_MODE_READ) for group in GROUPS[:3]]
-    with refused(CODE.RESOURCE_EXHAUSTED, f"the quota of job 'tight-1', host_bytes = {7 * MIB}, has no room for {MIB}"):
+    with refused(CODE.RESOURCE_EXHAUSTED, "the quota of job 'tight-1', host_bytes = 7.0 MiB, has no room for 1.0 MiB"):
         hold(rank, "d")
     # A job at its quota does not hold up another job.
     other = clients.rank(layout("other-2")).begin()
@@ -104,9 +102,7 @@ def test_a_batch_beyond_the_quota_leaves_no_lease(clients: Clients) -> None:
     rank = clients.rank(layout("tight-2")).begin()
     slabs = [pb.SlabName(group=group, kind=kind) for group in GROUPS for kind in (pb.KIND_PARAM, pb.KIND_EXP_AVG)]
     wants = [pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ) for slab in slabs]
-    with refused(
-        CODE.RESOURCE_EXHAUSTED, f"has no room for {MIB} bytes: 0 are placed on the host, {7 * MIB} are leased"
-    ):
+    with refused(CODE.RESOURCE_EXHAUSTED, "has no room for 1.0 MiB: 0 B are placed on the host, 7.0 MiB are leased"):
         rank.call("AcquireLeases", wants=wants)
     assert len(rank.call("AcquireLeases", wants=wants[:7]).leases) == 7
 

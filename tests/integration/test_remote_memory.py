@@ -94,7 +94,7 @@ def test_both_ends_show_the_loan_and_a_withdrawn_token_ends_it(tmp_path: Path) -
             borrowed = printed(borrower, "tiers")
             assert f"lender {lender.address}: on trial" in borrowed
             lent = printed(lender, "tiers", credentials=("--token-file", str(tmp_path / "operator.token")))
-            assert "lent: 0 bytes of lend_budget 8.4 MB" in lent and "(token node3" in lent
+            assert "lent: 0 B of lend_budget 8.0 MiB" in lent and "(token node3" in lent
             (loan,) = tier_of(lender, pb.TIER_HOST, admin_token).loans
             assert loan.token == "node3" and loan.size_bytes == 4 * MIB and str(tmp_path / "borrower") in loan.borrower
             tokens.write_text(
@@ -106,7 +106,7 @@ def test_both_ends_show_the_loan_and_a_withdrawn_token_ends_it(tmp_path: Path) -
             with admin_of(borrower.address) as admin:
                 events = admin.ListEvents(admin_pb.ListEventsRequest(kinds=["tier"]), timeout=10).events
             assert [event.subject for event in events] == ["remote", "remote"]
-            assert "this lender lends 4194304 bytes" in events[0].text and "UNAUTHENTICATED" in events[1].text
+            assert "this lender lends 4.0 MiB" in events[0].text and "UNAUTHENTICATED" in events[1].text
 
 
 def test_a_borrower_may_borrow_and_nothing_else_and_a_job_may_not(tmp_path: Path) -> None:

@@ -155,9 +155,9 @@ def test_budgets_are_changed(site: Site) -> None:
     change, lower, back = COMMANDS["Budgets are changed"]
     with site.job.going_on():
         shown = site.machine.sh(change)
-        assert shown.startswith("a restart is needed for: host_budget, nvme_budget\n") and " 402.7 MB " in shown
+        assert shown.startswith("a restart is needed for: host_budget, nvme_budget\n") and " 384.0 MiB " in shown
         site.machine.sh(lower, code=1)
-        assert "the configuration stays as it is: nvme_budget 1048576 is too small" in site.machine.told
+        assert "the configuration stays as it is: nvme_budget 1.0 MiB is too small" in site.machine.told
         assert "write at least " in site.machine.told
         assert site.machine.sh(back) == "nothing has changed\n"
 

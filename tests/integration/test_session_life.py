@@ -255,7 +255,7 @@ def test_everybody_is_told_when_requests_wait_for_room_and_when_they_do_not(
     wait_until(lambda: all(len(client.notices) == 2 for client in (rank, other)))
     for client in (rank, other):
         pressure, relief = client.notices
-        assert "requests wait for room in host memory" in pressure and "host_budget is 16777216 bytes" in pressure
+        assert "requests wait for room in host memory" in pressure and "host_budget is 16.0 MiB" in pressure
         assert relief == "host memory has room for all requests again"
     for lease in held:
         rank.release(lease)

@@ -47,7 +47,7 @@ def test_a_second_engine_uses_the_daemon_of_the_first_one(tmp_path: Path, caplog
     assert (tmp_path / "state" / LOCK_NAME).read_text() == pid
     assert "paramserver.host_budget = 32.0MiB has no effect" in caplog.text
     with pytest.raises(
-        LocalDaemonError, match=r"nvme_budget is 1\.0GiB in the config of this engine, and 256\.0MiB in that of an"
+        LocalDaemonError, match=r"nvme_budget is 1\.0 GiB in the config of this engine, and 256\.0 MiB in that of an"
     ):
         trainer_client.initialize(model=build(2), config=config_of(str(link), 3, nvme_budget="1GiB"))
     trained.close()

@@ -225,7 +225,7 @@ def test_a_weight_with_hooks_on_its_gradient_stays_whole_and_a_tiled_one_takes_n
     config = config_of(model_store, job, "nvme", tiling=SIXTEEN)
     engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=config)
     with engine:
-        assert f"{hooked} (65536 bytes: it has hooks on its gradient)" in caplog.text
+        assert f"{hooked} (64.0 KiB: it has hooks on its gradient)" in caplog.text
         (batch,) = micro_batches(1)
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         gradient = engine.get_full(hooked, "grad")

@@ -21,7 +21,7 @@ from paramserver.security.tokens import add_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import Kind
-from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon
+from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.unit.storage.builders import Layout
 from trainer_client.transport.credentials import Credentials
@@ -158,14 +158,14 @@ def test_bytes_on_nvme_are_counted_over_all_jobs_of_a_token(store: Store) -> Non
     third.open()
     with refused(
         CODE.RESOURCE_EXHAUSTED,
-        f"the quota of token carol, nvme_bytes = {10 * MIB}, is too small: the steps of its 3 jobs need {12 * MIB} ",
+        "the quota of token carol, nvme_bytes = 10.0 MiB, is too small: the steps of its 3 jobs need 12.0 MiB",
     ):
         third.register()
     # A step that a reader holds counts, although its job is deleted.
     reader = Client(store.daemon.address, channel=store.channel("carol"))
     reader_id = reader.call("OpenReader", job="team/1").reader_id
     assert store.delete("carol", "team/1")[0] == 0
-    with refused(CODE.RESOURCE_EXHAUSTED, f"the steps of its 2 jobs need {12 * MIB} bytes"):
+    with refused(CODE.RESOURCE_EXHAUSTED, "the steps of its 2 jobs need 12.0 MiB"):
         third.register()
     reader.call("CloseReader", reader_id=reader_id)
     third.register()
@@ -187,8 +187,8 @@ def test_host_memory_is_counted_over_all_jobs_of_a_token(store: Store) -> None:
         held = [second.acquire("a", kind, pb.LEASE_MODE_READ) for kind in kinds[:2]]
         with refused(
             CODE.RESOURCE_EXHAUSTED,
-            f"the quota of token carol, host_bytes = {5 * MIB}, has no room for {MIB} bytes: 0 are placed on the host, "
-            f"{5 * MIB} are leased",
+            "the quota of token carol, host_bytes = 5.0 MiB, has no room for 1.0 MiB: 0 B are placed on the host, "
+            "5.0 MiB are leased",
         ):
             second.acquire("a", kinds[2], pb.LEASE_MODE_READ)
         # A lease that is returned in one job makes room in the other job.
@@ -198,9 +198,7 @@ def test_host_memory_is_counted_over_all_jobs_of_a_token(store: Store) -> None:
         giving_back.join()
         third = store.rank("carol", "team/3", NUMEL)
         third.open()
-        with refused(
-            CODE.RESOURCE_EXHAUSTED, f"host_bytes = {5 * MIB}, is too small: steps of its 3 jobs need {6 * MIB}"
-        ):
+        with refused(CODE.RESOURCE_EXHAUSTED, "host_bytes = 5.0 MiB, is too small: steps of its 3 jobs need 6.0 MiB"):
             third.register()
         third.close()
         for lease in leases:

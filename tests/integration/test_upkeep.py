@@ -388,13 +388,13 @@ def test_a_reload_refuses_budgets_that_the_jobs_do_not_fit_into_with_what_they_n
         before = file.read_text()
         clients.rank(Layout(name="job")).begin().train(1, 2)
         small = told('host_budget = "16MiB"\nnvme_budget = "1MiB"')
-        assert "the configuration stays as it is: nvme_budget 1048576 is too small" in small
-        (nvme,) = re.findall(r"write at least (\d+)", small)
-        (host,) = re.findall(r"write at least (\d+)", told('host_budget = "1MiB"\nnvme_budget = "16MiB"'))
-        assert "needed for: host_budget, nvme_budget" in told(f"host_budget = {host}\nnvme_budget = {nvme}")
+        assert "the configuration stays as it is: nvme_budget 1.0 MiB is too small" in small
+        (nvme,) = re.findall(r"write at least (\d+MiB),", small)
+        (host,) = re.findall(r"write at least (\d+MiB),", told('host_budget = "1MiB"\nnvme_budget = "16MiB"'))
+        assert "needed for: host_budget, nvme_budget" in told(f'host_budget = "{host}"\nnvme_budget = "{nvme}"')
         assert daemon.stop() == 0
     # The figures are enough for a daemon with the job, and its next steps.
-    budgets = {"host_budget": int(host), "nvme_budget": int(nvme)}
+    budgets = {"host_budget": host, "nvme_budget": nvme}
     with Daemon(tmp_path / "state", budgets) as daemon, Clients(daemon.address) as clients:
         rank = clients.rank(Layout(name="job"))
         assert rank.resume() == 2

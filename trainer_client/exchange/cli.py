@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.filesize import decimal
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
-from paramserver.contract.sizes import Size
+from paramserver.contract.sizes import Size, shown_size
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
 from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
@@ -122,7 +121,7 @@ def _print(result: ExportResult, *, as_json: bool) -> None:
     files = f"{len(result.files)} files" if len(result.files) > 1 else "1 file"
     typer.echo(
         f"{printable(result.destination)}: step {result.step} of {printable(result.job)}, {result.tensors} tensors, "
-        f"{decimal(result.size_bytes)} in {files} as {result.format}, {result.seconds:.1f} s"
+        f"{shown_size(result.size_bytes)} in {files} as {result.format}, {result.seconds:.1f} s"
     )
 
 

@@ -25,6 +25,7 @@ from typing import IO, Any, Self, cast
 from fsspec.core import url_to_fs
 
 from paramserver.contract.directories import make_directory, sync_directory
+from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError, ExportError
 
 # The file with the checksum of each other file, in the format of the command sha256sum. It is written last.
@@ -172,8 +173,8 @@ class _LocalDirectory(Destination):
         free = shutil.disk_usage(self._partial).free
         if size_bytes > free:
             raise ExportError(
-                f"{self.name} needs {size_bytes:,} bytes, and its file system has {free:,} bytes free: make room, or "
-                "write elsewhere"
+                f"{self.name} needs {shown_size(size_bytes)}, and its file system has {shown_size(free)} free: make "
+                "room, or write elsewhere"
             )
 
     @contextmanager

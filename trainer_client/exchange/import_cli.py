@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.filesize import decimal
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
+from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import WeightDType
 from trainer_client.exchange.import_checkpoint import ImportResult, import_checkpoint
@@ -118,5 +118,5 @@ def _print(result: ImportResult, *, as_json: bool) -> None:
     typer.echo(
         f"{printable(result.job)}: committed as step {result.committed_step}, from step {result.step} of "
         f"{printable(result.source)} ({result.format}), {result.tensors} tensors{states}, "
-        f"{decimal(result.size_bytes)}, {result.seconds:.1f} s"
+        f"{shown_size(result.size_bytes)}, {result.seconds:.1f} s"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange.destination import CHECKSUMS
 from trainer_client.foreign import torch_files
@@ -63,8 +64,8 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
             free = shutil.disk_usage(directory).free
             if size > free:
                 raise ImportCheckpointError(
-                    f"{text} has {size:,} bytes, and the temporary directory {directory} has {free:,} bytes free: make "
-                    "room there, or set TMPDIR"
+                    f"{text} has {shown_size(size)}, and the temporary directory {directory} has {shown_size(free)} "
+                    "free: make room there, or set TMPDIR"
                 )
             if files.isfile(root):
                 # The copy keeps the file's name, because the suffix tells the format.

@@ -11,10 +11,11 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from paramserver.contract.printable import printable
+from paramserver.contract.progress_bars import byte_columns
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import Progress
 
@@ -40,7 +41,7 @@ class _Bar:
 @contextmanager
 def progress_bar(name: str) -> Iterator[_Bar]:
     """Show a progress bar with a name on the standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *byte_columns())
     console = Console(stderr=True)
     with ProgressBar(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal

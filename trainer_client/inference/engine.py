@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from paramserver.contract.sizes import shown_size
 from trainer_client import at_exit
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
@@ -98,8 +99,8 @@ class InferenceEngine(EngineGetters):
         self._remains = Remains(self, resources.apart)
         at_exit.register(self, InferenceEngine.close)
         log.info(
-            "the model has the weights of step %d of job %r; %d bytes of them stay in memory, %s",
-            *(self.step_number, self.job, parts.residency.kept_bytes),
+            "the model has the weights of step %d of job %r; %s of them stay in memory, %s",
+            *(self.step_number, self.job, shown_size(parts.residency.kept_bytes)),
             "the others are fetched for each use" if parts.residency.streams else "which are all",
         )
 

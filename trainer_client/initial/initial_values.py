@@ -16,10 +16,11 @@ from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from paramserver.contract.kinds import Kind
+from paramserver.contract.progress_bars import byte_columns
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay
 from trainer_client.initial.loading import FileTensor, Found, Weights
@@ -294,7 +295,7 @@ class InitialValues:
     def _progress(self, total_bytes: int) -> Iterator[Progress]:
         """Show a progress bar within the context, on rank 0 and if its stderr is a terminal."""
         console = Console(stderr=True)
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (BarColumn(), *byte_columns(), TimeRemainingColumn())
         attended = self._collectives.rank == 0 and console.is_terminal
         with Progress(TextColumn("initial weights"), *columns, console=console, disable=not attended) as progress:
             progress.add_task("", total=total_bytes)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
+from paramserver.contract.sizes import shown_size
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.model.causal_loss import CausalLoss
@@ -124,11 +125,11 @@ class Tiling:
             if reason is None and len(bounds) > 1:
                 tiled.append(_tiled(parameter, [module for module, _ in users[id(parameter.tensor)]], bounds))
             elif reason is not None:
-                stay.append(f"{parameter.fqn} ({parameter.shape[0] * row_bytes} bytes: {reason})")
+                stay.append(f"{parameter.fqn} ({shown_size(parameter.shape[0] * row_bytes)}: {reason})")
         if stay and is_loud:
             log.warning(
-                "larger than paramserver.tiling.largest_tile (%d bytes), and gathered as a whole nevertheless: %s",
-                largest,
+                "larger than paramserver.tiling.largest_tile (%s), and gathered as a whole nevertheless: %s",
+                shown_size(largest),
                 "; ".join(stay),
             )
         return cls(tiled)

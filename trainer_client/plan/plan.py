@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paramserver.contract.device_reads import FindHits
+from paramserver.contract.sizes import least_size
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
@@ -207,9 +208,9 @@ def with_budgets(job: Job, tried: Plan) -> Plan:
     host = max(_mebibytes(need.least_host_budget), min(wanted, left // MIB * MIB))
     raw = copy.deepcopy(dict(tried.config))
     section = raw.setdefault("paramserver", {})
-    section["host_budget"] = f"{host // MIB}MiB"
+    section["host_budget"] = least_size(host)
     nvme = tried.layout.store_need(job.find_need, host, memory.boundaries).nvme_bytes
-    section["nvme_budget"] = f"{max(256, _mebibytes(int(nvme * _SPARE)) // MIB)}MiB"
+    section["nvme_budget"] = least_size(max(256 * MIB, int(nvme * _SPARE)))
     return plan(job, raw, tried.world)
 
 

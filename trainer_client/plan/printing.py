@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
 from trainer_client.plan.plan import Change, Plan
@@ -30,8 +31,8 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
         f"The rates are {rates_from}; the time of forward and backward is {compute_from}.",
         "Activations are those of one micro-batch of the model as it is built here, in train mode, without "
         "fragmentation of the allocator.",
-        f"A rank's buffers of libraries take {RANK_ALLOWANCE >> 20} MiB; the process itself "
-        f"{RANK_BYTES[device] >> 20} MiB of host memory, the daemon {DAEMON_BYTES[device] >> 20} MiB besides its "
+        f"A rank's buffers of libraries take {shown_size(RANK_ALLOWANCE)}; the process itself "
+        f"{shown_size(RANK_BYTES[device])} of host memory, the daemon {shown_size(DAEMON_BYTES[device])} besides its "
         "budget.",
         f"The store takes {STORE_SECONDS_PER_BYTE * GB:.2f} CPU seconds for each GB that it reads or writes.",
         f"{plan.time.traffic.hit:.0%} of the parameters that pass through host memory are still there at their next "
@@ -85,18 +86,23 @@ def _about_boundaries(plan: Plan) -> list[str]:
     spilled, again = plan.memory.store.spilled_boundary_bytes, plan.rehearsal.again_boundary_bytes
     if not moved and not again:
         return [
-            f"No boundary of an activation checkpoint leaves the device: the model as it is built here saves {saved} "
-            f"bytes in boundaries of at least {smallest} bytes, and the newest stays. A model with checkpoints can be "
-            "given as MODULE:CALLABLE."
+            "No boundary of an activation checkpoint leaves the device: the model as it is built here saves "
+            f"{shown_size(saved)} in boundaries of at least {shown_size(smallest)}, and the newest stays. A model "
+            "with checkpoints can be given as MODULE:CALLABLE."
         ]
     return [
-        f"A rank saves {saved} bytes of boundaries of activation checkpoints in a forward. "
-        + (f"It frees {again} of them, which the block before computes again in backward. " if again else "")
+        f"A rank saves {shown_size(saved)} of boundaries of activation checkpoints in a forward. "
+        + (
+            f"It frees {shown_size(again)} of them, which the block before computes again in backward. "
+            if again
+            else ""
+        )
         + "All others but the newest, and but paramserver.activations.kept, move to the store, "
-        f"{moved} bytes, and come back in the backward pass. The memory of the rank is counted as if the newest "
+        f"{shown_size(moved)}, and come back in the backward pass. The memory of the rank is counted as if the newest "
         f"{MOST_STAYING} stayed. Whether one or two stay is measured by the rank.",
-        f"{spilled} bytes of boundaries of all ranks find no room in the host budget, if the ranks move theirs at the "
-        "same time. NVMe writes them once in each forward, the oldest first, and reads them once in its backward."
+        f"{shown_size(spilled)} of boundaries of all ranks find no room in the host budget, if the ranks move theirs "
+        "at the same time. NVMe writes them once in each forward, the oldest first, and reads them once in its "
+        "backward."
         if spilled
         else "Boundaries stay in host memory, where they find room in what the rest of a step leaves.",
         "The budgets of the store have room for all boundaries that move; others would stay on the device.",
@@ -166,8 +172,8 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     for shortage in found["shortages"]:
         key = f" ({shortage['key']})" if shortage["key"] else ""
         console.print(
-            f"It does not fit: {shortage['what']}{key} is {_gib(shortage['present'])}, needed are "
-            f"{_gib(shortage['needed'])}.",
+            f"It does not fit: {shortage['what']}{key} is {shown_size(shortage['present'])}, needed are "
+            f"{shown_size(shortage['needed'])}.",
             style="bold",
         )
     if not found["fits"]:

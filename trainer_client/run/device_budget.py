@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
@@ -19,7 +20,6 @@ from trainer_client.transport.device_memory import room_for
 
 # The root, the unit that computes, and the next one are gathered at once.
 _UNITS_AT_ONCE = 3
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +101,13 @@ def require_room(need: DeviceNeed, device: str, free_bytes: int, total_bytes: in
     """
     if need.nbytes <= free_bytes:
         return
-    kept = ", ".join(f"{kind} {nbytes / _GIB:.2f}" for kind, nbytes in need.homes.items() if nbytes)
+    kept = ", ".join(f"{kind} {shown_size(nbytes)}" for kind, nbytes in need.homes.items() if nbytes)
     if need.copies:
-        kept += f"{', ' if kept else ''}paramserver.gpu_budget {need.copies / _GIB:.2f}"
+        kept += f"{', ' if kept else ''}paramserver.gpu_budget {shown_size(need.copies)}"
     raise ConfigError(
-        f"{device} has {free_bytes / _GIB:.2f} of {total_bytes / _GIB:.2f} GiB free, and this job needs "
-        f"{need.nbytes / _GIB:.2f} GiB there before any activation ({kept + ', ' if kept else ''}units that are "
-        f"gathered at once {need.units / _GIB:.2f}): set zero_optimization.stage 3 with offload_param and "
+        f"{device} has {shown_size(free_bytes)} of {shown_size(total_bytes)} free, and this job needs "
+        f"{shown_size(need.nbytes)} there before any activation ({kept + ', ' if kept else ''}units that are "
+        f"gathered at once {shown_size(need.units)}): set zero_optimization.stage 3 with offload_param and "
         "offload_optimizer, or paramserver.placement, to host memory or nvme, make the units smaller "
         "(paramserver.units), use more ranks, lower paramserver.gpu_budget, or free memory that other programs and "
         "tensors hold"

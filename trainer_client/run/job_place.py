@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paramserver.contract.sizes import least_size
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.run.local_daemon import local_address
 from trainer_client.transport.credentials import Credentials
@@ -62,7 +63,7 @@ class JobPlace:
                 f"To keep what is stored, {name} or another daemon (paramserver.address).\n{give_up} delete the job: "
                 f"{self._deletion()}"
             )
-        budget = "" if self.nvme_budget is None else f" --nvme-budget {self.nvme_budget}"
+        budget = "" if self.nvme_budget is None else f" --nvme-budget {least_size(self.nvme_budget)}"
         return (
             f"To keep what is stored, {name} or another state directory (paramserver.state_dir, or nvme_path, which is "
             f"{self.state_dir}).\n{give_up} delete that directory with all its jobs, or this job alone: run "

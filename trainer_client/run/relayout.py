@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from paramserver.contract.kinds import PARAM, Kind, StoredKind
+from paramserver.contract.sizes import shown_size
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import GroupStates
 from trainer_client.run.stored_step import StoredStep
@@ -52,8 +53,8 @@ def fill(
         done += _bytes(state.group)
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
-            log.info("job %r: %d of %d MB are laid out anew", stored_step.job, done // 1_000_000, total // 1_000_000)
-    log.info("job %r: %d bytes were laid out anew in %.1f s", stored_step.job, done, time.monotonic() - started)
+            log.info("job %r: %s of %s are laid out anew", stored_step.job, shown_size(done), shown_size(total))
+    log.info("job %r: %s were laid out anew in %.1f s", stored_step.job, shown_size(done), time.monotonic() - started)
 
 
 def replace(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paramserver.contract.printable import printable
+from paramserver.contract.sizes import shown_size
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.index_ranges import from_ranges
 from trainer_client.model.plain_state import modules_with_extra_state
@@ -65,7 +66,7 @@ def new_job_line(rank: RankContext) -> str:
     section = rank.settings.paramserver
     budgets = ""
     if rank.place.state_dir is not None:
-        host, nvme = (budget.human_readable(separator=" ") for budget in (section.host_budget, section.nvme_budget))
+        host, nvme = map(shown_size, (section.host_budget, section.nvme_budget))
         budgets = f" (host_budget {host}, nvme_budget {nvme})"
     return printable(f"paramserver: new job {rank.place.job!r}, in {rank.place}{budgets}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ByteSize
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
 from trainer_client.run.local_daemon import LocalDaemon
@@ -111,16 +112,16 @@ def _check(wanted: TrainingConfig, present: TrainingConfig, directory: Path) -> 
             continue
         if given > has:
             raise LocalDaemonError(
-                f"paramserver.{key} is {given.human_readable()} in the config of this engine, and "
-                f"{has.human_readable()} in that of an engine of this process that is open: both share the store "
-                f"daemon of {directory}, which was started with {has.human_readable()}. Write the larger one in both, "
+                f"paramserver.{key} is {shown_size(given)} in the config of this engine, and "
+                f"{shown_size(has)} in that of an engine of this process that is open: both share the store "
+                f"daemon of {directory}, which was started with {shown_size(has)}. Write the larger one in both, "
                 "close the other engine first (engine.close()), or give one of them another paramserver.state_dir"
             )
         if given < has:
             log.warning(
                 "paramserver.%s = %s has no effect: this engine shares the store daemon of %s with another engine of "
                 "this process, and it has %s",
-                *(key, given.human_readable(), directory, has.human_readable()),
+                *(key, shown_size(given), directory, shown_size(has)),
             )
     telemetry, others = wanted.paramserver.telemetry, present.paramserver.telemetry
     if telemetry is not None and (others is None or others.endpoint != telemetry.endpoint):

@@ -42,6 +42,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.device import CPU
 from trainer_client.errors import StoreBudgetError, StoreUnavailableError
 from trainer_client.lanes.lanes import CopyAhead, Lanes
@@ -198,9 +199,11 @@ class Activations:
         )
         if self._profiles and sums.saved_bytes:
             log.info(
-                "boundaries of step %d: %d bytes, %d of them moved to the store and %d computed again; waited %.3f s "
+                "boundaries of step %d: %s, %s of them moved to the store and %s computed again; waited %.3f s "
                 "for room in the store, and %.3f s for bytes from it",
-                *(step, sums.saved_bytes, sums.moved_bytes, sums.again_bytes, sums.out_seconds, sums.in_seconds),
+                step,
+                *map(shown_size, (sums.saved_bytes, sums.moved_bytes, sums.again_bytes)),
+                *(sums.out_seconds, sums.in_seconds),
             )
 
     # These methods are called by torch.
@@ -366,7 +369,9 @@ class Activations:
         self._refused_bytes = nbytes
         if not self._has_warned:
             self._has_warned = True
-            log.warning("boundaries of %d bytes stay on the device, because the store refuses them: %s", nbytes, error)
+            log.warning(
+                "boundaries of %s stay on the device, because the store refuses them: %s", shown_size(nbytes), error
+            )
 
     # These methods bring boundaries back.
 

@@ -38,6 +38,7 @@ from typing import TypeVar
 
 import grpc
 
+from paramserver.contract.sizes import shown_size
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import (
     ConfigError,
@@ -556,8 +557,8 @@ class Attachments:
         if journal.unkept_bytes:
             what = "first values" if journal.is_filling else "gradients"
             raise self._cannot(
-                f"commit {journal.step} was under way, and its {what}, {journal.unkept_bytes} bytes of this rank or "
-                f"more, were {self._not_kept}"
+                f"commit {journal.step} was under way, and its {what}, {shown_size(journal.unkept_bytes)} of this "
+                f"rank or more, were {self._not_kept}"
             )
 
     def gradient_lost(self, group: str) -> StoreUnavailableError:

@@ -28,6 +28,7 @@ from typing import ClassVar
 
 import torch
 
+from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError
 from trainer_client.log_context import carried
 
@@ -146,7 +147,7 @@ class Pins:
                 )
                 return
             self.pinned_bytes = end
-        log.info("the store's shared memory, %d bytes, is registered with the device", self._nbytes)
+        log.info("the store's shared memory, %s, is registered with the device", shown_size(self._nbytes))
 
     def _wait_until_settled(self, end: int) -> bool:
         """Wait until the store will not move the bytes before `end` any more; return False if `close` is called."""

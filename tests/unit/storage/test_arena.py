@@ -131,7 +131,7 @@ def test_more_memory_than_is_available_is_refused_before_any_is_taken(monkeypatc
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory was asked for"))
     available = syscalls.available_memory()
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with pytest.raises(DiskFullError, match=f"host_budget: {1 << 60} bytes.*lower host_budget"):
+    with pytest.raises(DiskFullError, match=r"host_budget: 1\.0 EiB of .*lower host_budget"):
         syscalls.create_shared_memory("too-large", 1 << 60)
 
 
@@ -142,7 +142,7 @@ def test_memory_that_the_kernel_does_not_give_is_an_error_with_the_remedy(monkey
     before = open_files()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(DiskFullError, match=r"host_budget: cannot allocate 8192 bytes .*No space left.*lower"):
+        with pytest.raises(DiskFullError, match=r"host_budget: cannot allocate 8.0 KiB .*No space left.*lower"):
             Arena(2 * PAGE_BYTES)
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(DeviceError, match=r"host_budget: cannot create shared memory \(memfd_create: No space left"):
@@ -193,7 +193,7 @@ def test_a_budget_is_held_against_the_tightest_limit_around_the_process(
     own.write_text("0::/not/seen/from/here\n")
     limit("", str(2 * MIB), 3 * MIB)
     assert syscalls.available_memory() == 0
-    with pytest.raises(DiskFullError, match="8192 bytes of shared memory are asked for and 0 are available"):
+    with pytest.raises(DiskFullError, match=r"8\.0 KiB of shared memory are asked for and 0 B are available"):
         Arena(2 * PAGE_BYTES)
 
 
@@ -272,7 +272,7 @@ def test_without_enough_huge_pages_the_warning_names_reason_and_remedy(
     with arena_of(1024, huge_pages=True) as arena:
         assert not arena.huge_pages and arena.size_bytes == 4 * MIB and len(asked) == 2
     (warning,) = caplog.messages
-    assert "huge_pages: cannot allocate 4194304 bytes in pages of 2 MiB (Invalid argument)" in warning
+    assert "huge_pages: cannot allocate 4.0 MiB in pages of 2 MiB (Invalid argument)" in warning
     assert "vm.nr_hugepages=2" in warning and "Ordinary pages are used" in warning
 
 
@@ -301,7 +301,7 @@ def test_where_locking_is_not_allowed_the_warning_names_the_limit_and_the_remedy
         assert not arena.locked
         arena.view(take(arena, 3))[-1] = 7
     (warning,) = caplog.messages
-    assert "lock_memory: cannot lock 16384 bytes (Cannot allocate memory), 8388608 are allowed" in warning
+    assert "lock_memory: cannot lock 16.0 KiB (Cannot allocate memory), 8.0 MiB are allowed" in warning
     assert "ulimit -l" in warning and "LimitMEMLOCK=" in warning and "The arena can be swapped out" in warning
 
 

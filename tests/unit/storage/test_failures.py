@@ -15,6 +15,7 @@ from storage import syscalls
 from storage.engine import Engine
 from storage.errors import BudgetExceededError, DeviceError, DiskFullError, StorageError
 from storage.shard import DType, Kind, TierName
+from storage.shown_sizes import shown_size
 from storage.tiers import threaded_io
 from tests.unit.storage.builders import Fault, Layout, Training, engine_config, on_nvme, opened
 
@@ -203,7 +204,7 @@ async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_a
         monkeypatch.setattr(syscalls, "allocated_bytes", lambda fd: 2 * real(fd))
         size = engine.nvme.files[0].size_bytes
         with pytest.raises(
-            BudgetExceededError, match=f"nvme_budget {engine.nvme.budget_bytes}: .* occupy all but 0 bytes"
+            BudgetExceededError, match=f"nvme_budget {shown_size(engine.nvme.budget_bytes)}: .* occupy all but 0 B"
         ):
             await engine.nvme.allocate(engine.nvme.budget_bytes - engine.nvme.used_bytes)
         assert engine.nvme.files[0].size_bytes == size

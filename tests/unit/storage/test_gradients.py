@@ -17,6 +17,7 @@ from storage.engine import Engine
 from storage.errors import BudgetExceededError, DamagedBlockError, NotFoundError
 from storage.gradients import Gradient
 from storage.shard import DType, TierName
+from storage.shown_sizes import shown_size
 from tests.unit.storage.builders import (
     MIB,
     ROOM_FOR_TILED,
@@ -413,7 +414,7 @@ async def test_a_spill_that_fails_ends_the_requests_that_wait_for_it_and_leaks_n
             while True:
                 regions.append(await engine.nvme.allocate(MIB // 2))
         taken = []
-        with pytest.raises(BudgetExceededError, match=r"nvme_budget 134217728.*raise nvme_budget"):
+        with pytest.raises(BudgetExceededError, match=r"nvme_budget 128.0 MiB.*raise nvme_budget"):
             while True:
                 taken.append((await filled(training))[0])
         for region in regions:
@@ -430,11 +431,11 @@ async def test_a_job_whose_gradients_do_not_fit_needs_room_for_them_on_nvme(tmp_
     room = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 1, "gradients_of_a_rank": 1}
     async with opened(tmp_path, **room) as engine:
         job = await engine.open_job(layout.job(), may_exist=True, must_exist=False)
-        with pytest.raises(BudgetExceededError, match="nvme_budget 1 is too small") as refused:
+        with pytest.raises(BudgetExceededError, match="nvme_budget 1 B is too small") as refused:
             await engine.register(job, [layout.group(name) for name in layout.groups])
     spills = sum(round(layout.group(name).numel * 4 / 4096 + 0.5) * 4096 for name in layout.groups)
     versions = 2 * 3 * spills
-    assert f" {spills + versions} more are needed" in str(refused.value)
+    assert f" {shown_size(spills + versions)} more are needed" in str(refused.value)
 
 
 @IN_EACH_LAYOUT

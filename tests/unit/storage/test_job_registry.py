@@ -22,6 +22,7 @@ from storage.errors import (
 )
 from storage.gradients import Gradient
 from storage.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
+from storage.shown_sizes import shown_size
 from tests.unit.storage.builders import (
     ON_HOST,
     Layout,
@@ -38,9 +39,9 @@ LAYOUT = Layout(precision=DType.BFLOAT16)
 
 def needed(message: str) -> int:
     """Return the budget that a refusal names."""
-    found = re.search(r"raise \w+ to at least (\d+)", message)
+    found = re.search(r"raise \w+ to at least (\d+)MiB", message)
     assert found is not None, message
-    return int(found[1])
+    return int(found[1]) << 20
 
 
 async def step_as_trainers_do(training: Training) -> None:
@@ -75,7 +76,7 @@ async def test_a_budget_too_small_is_refused_with_the_figure_that_works(
     small = {"host_budget": 3744 << 10, "nvme_budget": 1 << 20}[budget]
     figures = {"host_budget_bytes": 48 << 20, "nvme_budget_bytes": 96 << 20} | {key: small}
     async with opened(tmp_path / "refused", **figures) as engine:
-        with pytest.raises(BudgetExceededError, match=f"{budget} {small} is too small") as caught:
+        with pytest.raises(BudgetExceededError, match=f"{budget} {shown_size(small)} is too small") as caught:
             await Training(engine, layout).open(must_exist=False)
         assert engine.nvme.used_bytes == 0
     async with opened(tmp_path / "granted", **figures | {key: needed(str(caught.value))}) as engine:
@@ -94,7 +95,7 @@ async def test_a_budget_too_small_is_refused_with_the_figure_that_works(
 async def test_a_host_budget_that_cannot_hold_the_smallest_tiles_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetExceededError, match=r"host_budget .* raise it to at least") as caught:
         await Engine.open(engine_config(tmp_path, host_budget_bytes=256 << 10))
-    figure = int(re.findall(r"\d+", str(caught.value))[-1])
+    figure = int(re.findall(r"at least (\d+)MiB", str(caught.value))[0]) << 20
     async with opened(tmp_path, host_budget_bytes=figure):
         pass
 

@@ -28,6 +28,7 @@ from storage.errors import (
 from storage.failpoints import Failpoint
 from storage.reader import StepReader
 from storage.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
+from storage.shown_sizes import shown_size
 from storage.versions import Job
 from storage.waiting import unlogged
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, held, opened
@@ -263,7 +264,7 @@ async def test_budgets_and_limits_count_both_layouts(tmp_path: Path) -> None:
         one = training.version_bytes
         # The NVMe tier must hold a committed version of the former layout, and two of the new one.
         for limit in (2 * one, 3 * one - 4096):
-            with pytest.raises(BudgetExceededError, match=f"nvme_bytes = {limit}, is too small"):
+            with pytest.raises(BudgetExceededError, match=f"nvme_bytes = {shown_size(limit)}, is too small"):
                 await begin(training, spec_of(layout), [limit_of(limit)])
         job = await begin(training, spec_of(layout), [limit_of(4 * one)])
         await engine.end_run(job)

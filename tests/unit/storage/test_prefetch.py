@@ -16,6 +16,7 @@ from storage import syscalls
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import Kind
+from storage.shown_sizes import shown_size
 from storage.tiers import threaded_io
 from storage.tracing import Activity, Span
 from tests.unit.storage.builders import Layout, Training, on_nvme, opened
@@ -333,8 +334,10 @@ async def test_a_demand_behind_leases_is_refused_at_its_deadline_and_served_once
         for demand in demands:
             with pytest.raises(BudgetExceededError) as caught:
                 await demand
-            assert f"had no room for {UNIT_BYTES} bytes for 0.1 s: {used} bytes are used" in str(caught.value)
-            assert f"{2 * UNIT_BYTES} of them by copies that are leased" in str(caught.value)
+            assert f"had no room for {shown_size(UNIT_BYTES)} for 0.1 s: {shown_size(used)} are used" in str(
+                caught.value
+            )
+            assert f"{shown_size(2 * UNIT_BYTES)} of them by copies that are leased" in str(caught.value)
         assert resident(training) == "ab" and (engine.host.queue_depth, engine.host.used_bytes) == (0, used)
         engine.unpin(pins.pop())
         engine.unpin(await fetching(training, "h"))

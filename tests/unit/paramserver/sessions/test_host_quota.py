@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize
 
+from paramserver.contract.sizes import shown_size
 from paramserver.security.quotas import Quota, Quotas, QuotasSection
 from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
@@ -32,7 +33,7 @@ async def test_a_reader_of_a_kept_step_has_no_more_room_than_one_of_the_job(tmp_
         kept = await engine.keep(job, 0, "kept")
         room = 2 * MIB - job.tally.home_bytes
         for source in (job, kept):
-            with pytest.raises(BudgetExceededError, match=f"{job.tally.home_bytes} are placed on the host"):
+            with pytest.raises(BudgetExceededError, match=f"{shown_size(job.tally.home_bytes)} are placed on the host"):
                 async with sessions.grants._host_quota.room_for(session.owner, source, room + PAGE_BYTES):
                     pass
         async with sessions.grants._host_quota.room_for(session.owner, kept, room):

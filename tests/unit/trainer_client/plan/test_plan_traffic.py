@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paramserver.contract.sizes import shown_size
 from tests.unit.trainer_client.plan.plans import MACHINE, TWO_RANKS, WIDE_BYTES, line, planned_of, wide
 
 
@@ -41,8 +42,8 @@ def test_boundaries_are_counted_where_they_wait(tmp_path: Path) -> None:
     assert traffic["nvme_written"][2] - traffic["nvme_written"][0] == 2 * spilled
     assert spill["store"]["nvme_bytes"] >= stay["store"]["nvme_bytes"] + 2 * moved
     assert not [note for note in stay["assumptions"] if "boundar" in note]
-    assert [note for note in leave["assumptions"] if f"{moved} bytes, and come back" in note]
-    assert [note for note in spill["assumptions"] if f"{spilled} bytes of boundaries of all ranks" in note]
+    assert [note for note in leave["assumptions"] if f"{shown_size(moved)}, and come back" in note]
+    assert [note for note in spill["assumptions"] if f"{shown_size(spilled)} of boundaries of all ranks" in note]
 
 
 def test_frozen_weights_are_gathered_again_with_what_is_trained_and_never_written(tmp_path: Path) -> None:

@@ -87,9 +87,10 @@ def test_a_job_that_does_not_fit_is_refused_with_the_figures_and_the_keys() -> N
         require_room(wanted, "cuda:1", wanted.nbytes - 1, 16 * gib)
 
     for part in (
-        "cuda:1 has 15.50 of 16.00 GiB free",
-        "needs 15.50 GiB",
-        "parameters 3.00, optimizer 11.00, paramserver.gpu_budget 1.00, units that are gathered at once 0.50",
+        "cuda:1 has 15.5 GiB of 16.0 GiB free",
+        "needs 15.5 GiB",
+        "parameters 3.0 GiB, optimizer 11.0 GiB, paramserver.gpu_budget 1.0 GiB, units that are gathered at once "
+        "512.0 MiB",
         "offload_optimizer",
         "paramserver.placement",
         "paramserver.units",
