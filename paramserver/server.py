@@ -29,6 +29,7 @@ from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
 from paramserver.contract.capabilities import CAPABILITIES
+from paramserver.contract.disk_room import too_large
 from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.open_files import raise_limit
 from paramserver.contract.optimizer_threads import by_default
@@ -189,6 +190,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
+        _tell_of_full_disks(config, engine, events)
         configuration = Configuration(
             config,
             partial(_read_usable, read_again),
@@ -524,6 +526,13 @@ def _tell_who_is_trusted(config: DaemonConfig) -> None:
         log.warning("%s may do everything at %s: there is no token_file", who, config.listen)
     elif config.tls_certificate is None and not is_loopback(config.listen or ""):
         log.warning("tokens cross the network in the clear to %s: there is no tls_certificate", config.listen)
+
+
+def _tell_of_full_disks(config: DaemonConfig, engine: Engine, events: EventLog) -> None:
+    """Log a warning where the disks have no room for `nvme_budget`; operators find it among the events, too."""
+    if (text := too_large("nvme_budget", config.nvme_budget, (file.path for file in engine.nvme.files))) is not None:
+        log.warning("%s", text)
+        events.add(EventKind.TIER, TierName.NVME, text)
 
 
 def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.ServerCredentials | None = None) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import TierName
-from tests.integration.support.daemon import MIB, Daemon, tiers
+from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
 from tests.integration.support.mounts import fill, small_disk
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
@@ -113,6 +114,11 @@ def test_a_disk_that_cannot_hold_the_job_is_refused_when_it_is_opened(tmp_path: 
         Daemon(disk / "state", {"nvme_budget": "1GiB"}) as daemon,
         Clients(daemon.address) as clients,
     ):
+        warned = f"nvme_budget 1.0 GiB is more than {disk}/state/data.0 can have: "
+        assert warned in daemon.log and "and what is free beside them are 7." in daemon.log
+        with admin_of(daemon.address) as admin:
+            events = admin.ListEvents(admin_pb.ListEventsRequest(kinds=["tier"]), timeout=10).events
+        assert [event.subject for event in events if event.text.startswith(warned)] == ["nvme"]
         told = refusal(clients.rank(BIG))
         assert f"{disk}/state/data.0: No space left on device; free space there or lower nvme_budget" in told
         assert tiers(daemon.address)[1].used_bytes == 0

@@ -26,6 +26,7 @@ import grpc
 
 from paramserver import v1
 from paramserver.contract.directories import make_directory
+from paramserver.contract.disk_room import too_large
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from trainer_client.config.training_config import TrainingConfig
@@ -45,6 +46,8 @@ _PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
 LOCK_NAME = "lock"
+# The one data file of a daemon without `nvme_dirs`.
+_DATA_FILE = "data.0"
 
 # The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog.
 # An arena of 1 TiB takes some three minutes (measured at 6 GB/s). The files in deploy allow as long.
@@ -174,6 +177,16 @@ def _make_state_directory(path: Path) -> None:
         raise LocalDaemonError(f"state directory {path} cannot be made ({error.strerror}): {keys}") from None
 
 
+def _tell_of_full_disk(config: TrainingConfig, state_dir: Path) -> None:
+    """Log a warning if the config writes a budget for which the disk of the daemon's one data file has no room."""
+    section = config.paramserver
+    if "nvme_budget" in section.model_fields_set:
+        # The directory may not exist yet, and its parent must.
+        file = (state_dir if state_dir.is_dir() else state_dir.parent) / _DATA_FILE
+        if (text := too_large("paramserver.nvme_budget", section.nvme_budget, [file])) is not None:
+            log.warning("%s", text)
+
+
 class LocalDaemon:
     """A daemon process. The constructor starts it, and returns when the daemon serves.
 
@@ -214,6 +227,7 @@ class LocalDaemon:
         It can raise LocalDaemonError, as the constructor.
         """
         state_dir = config.state_dir().absolute()
+        _tell_of_full_disk(config, state_dir)
         options = [
             *("--state-dir", str(state_dir)),
             # A variable of the environment may name another socket, and a flag wins over it.
