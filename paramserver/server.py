@@ -479,6 +479,7 @@ def _watch_for_page(
         steps=steps,
         history=history,
         version=__version__,
+        address=f"unix:{config.socket_path.absolute()}",
         heartbeat_seconds=config.heartbeat_timeout_seconds / HEARTBEATS_OF_A_TIMEOUT,
     )
 

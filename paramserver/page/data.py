@@ -59,11 +59,13 @@ class PageData:
         steps: StepLog,
         history: History,
         version: str,
+        address: str,
         heartbeat_seconds: float,
     ) -> None:
         """Make the figures of a daemon whose readings are taken on the running event loop.
 
         Args:
+            address: where trainers of this node find the daemon.
             heartbeat_seconds: the interval at which clients send heartbeats.
         """
         self._engine = engine
@@ -78,6 +80,7 @@ class PageData:
         self._fixed = {
             "format": FORMAT,
             "version": version,
+            "address": address,
             "node": socket.gethostname(),
             "started_at": time.time(),
             "interval_seconds": INTERVAL_SECONDS,

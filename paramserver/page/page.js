@@ -178,13 +178,17 @@ function graph({ label, parts, format, low = false }) {
     key.append(element("div", {}, element("dt", {}, mark, part.label), value));
     return value;
   });
-  const root = element("div", { class: low ? "graph low" : "graph", role: "group", "aria-label": label }, key, svg);
+  // The graph ends at 0 below and at its largest value above.
+  const scale = element("p", { class: "scale", "aria-hidden": "true" });
+  const root = element("div", { class: low ? "graph low" : "graph", role: "group", "aria-label": label }, key, scale, svg);
   const update = () => {
     const xs = places();
     const columns = parts.map((part) => series(part.column));
     const top = Math.max(...columns.map(highest));
+    setText(scale, `0 to ${format(top)}`);
     columns.forEach((column, index) => {
-      setText(values[index], `${format(last(column))} (most ${format(highest(column))})`);
+      const most = parts.length > 1 ? ` (most ${format(highest(column))})` : "";
+      setText(values[index], `${format(last(column))}${most}`);
       if (index === 0) paths[0].setAttribute("d", area(xs, column, top));
       paths[index + 1].setAttribute("d", line(xs, column, top));
     });
@@ -257,6 +261,8 @@ function updateTier(entry, tier) {
     tier.name === "host" ? "" : `read ${bytes(tier.read_bytes)}, written ${bytes(tier.written_bytes)} since the start`,
     `queue ${count(tier.queue)}`,
     tier.gradient_bytes ? `${bytes(tier.gradient_bytes)} of ${tier.name === "nvme" ? "spilled" : "parked"} gradients` : "",
+    parts.some((part) => part.label === "other use" && part.value)
+      ? "other use: what jobs place here or has not reached NVMe, and buffers of the optimizer" : "",
     tier.damaged_blocks ? `${count(tier.damaged_blocks)} reads found damage` : "",
     tier.detail,
   ];
@@ -376,17 +382,6 @@ function updateStep(entry, job) {
 // --- traffic
 
 function figures(document_) {
-  const wanted = document_.tiers.map((tier) => ({
-    key: tier.name,
-    title: tierName(tier.name),
-    rates: tier.name === "host"
-      ? [{ label: "fetched from below", column: "host_fetched_bytes_per_second" }]
-      : [{ label: "read", column: `${tier.name}_read_bytes_per_second` }, { label: "written", column: `${tier.name}_written_bytes_per_second` }],
-    queue: tier.name === "host"
-      ? [{ label: "fetches queued", column: "host_fetch_queue" }, { label: "waiting for room", column: "host_room_queue" }]
-      : [{ label: "requests queued", column: `${tier.name}_queue` }],
-    note: "",
-  }));
   const devices = document_.devices.map((device, index) => ({
     key: `device ${index}`,
     title: device.path,
@@ -399,6 +394,19 @@ function figures(document_) {
       device.stalled_seconds >= 0.1 ? `oldest request ${seconds(device.stalled_seconds)}` : "",
       device.direct ? "O_DIRECT" : "through the page cache",
     ].filter(Boolean).join(" · "),
+  }));
+  // The graph of an only device would be that of the NVMe tier once more.
+  const only = devices.length === 1 ? devices.pop() : null;
+  const wanted = document_.tiers.map((tier) => ({
+    key: tier.name,
+    title: tierName(tier.name),
+    rates: tier.name === "host"
+      ? [{ label: "fetched from below", column: "host_fetched_bytes_per_second" }]
+      : [{ label: "read", column: `${tier.name}_read_bytes_per_second` }, { label: "written", column: `${tier.name}_written_bytes_per_second` }],
+    queue: tier.name === "host"
+      ? [{ label: "fetches queued", column: "host_fetch_queue" }, { label: "waiting for room", column: "host_room_queue" }]
+      : [{ label: "requests queued", column: `${tier.name}_queue` }],
+    note: tier.name === "nvme" && only ? `${only.title} · ${only.note}` : "",
   }));
   return [...wanted, ...devices];
 }
@@ -506,6 +514,7 @@ function show(document_) {
   const order = (one, other) => (other.sessions > 0) - (one.sessions > 0) || one.name.localeCompare(other.name);
   const jobs = [...document_.jobs].sort(order);
   $("no-jobs").hidden = jobs.length > 0;
+  setText($("attach"), `export PARAMSERVER_ADDRESS=${document_.address}`);
   $("jobs").hidden = jobs.length === 0;
   setText($("jobs-caption"), document_.all_jobs > jobs.length
     ? `${count(jobs.length)} of ${count(document_.all_jobs)} jobs: those with sessions, then the newest commits`

@@ -101,6 +101,7 @@ def test_the_figures_agree_with_the_admin_service_and_with_the_page_on_them(tmp_
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log
 
+    assert found["address"] == daemon.address
     assert (empty["jobs"], empty["all_jobs"], empty["sessions"]["open"]) == ([], 0, 0)
     for tier, info in zip(found["tiers"], shown.tiers, strict=True):
         assert (tier["budget_bytes"], tier["used_bytes"]) == (info.budget_bytes, info.used_bytes)

@@ -96,7 +96,8 @@ def test_it_shows_the_figures_of_the_daemon(shown: Browser) -> None:
     drawn = shown.run(
         "return [...document.querySelectorAll('#traffic path.line-0')].map((path) => path.getAttribute('d'))"
     )
-    assert len(drawn) == 6, "bandwidth and queue of the two tiers and of the device"
+    assert len(drawn) == 4, "bandwidth and queue of the two tiers; the only device is that of the second one"
+    assert text.index("What binds a step") < text.index("Host memory") and "0 to " in text
     assert all(path.startswith("M") and "NaN" not in path for path in drawn)
 
 
@@ -190,7 +191,10 @@ def test_it_says_since_when_the_daemon_is_away_and_goes_on_when_it_is_back(brows
     with Daemon(tmp_path / "state", config) as daemon:
         browser.open(f"http://{address}/")
         browser.wait_for(LIVE)
-        assert "This store has no job yet." in browser.text()
+        assert (
+            "This store has no job yet. A trainer that attaches makes one: export PARAMSERVER_ADDRESS=unix:"
+            in browser.text()
+        )
         assert daemon.stop() == 0
     browser.wait_for("return !document.getElementById('alert').hidden")
     alert = browser.run("return document.getElementById('alert').textContent")
