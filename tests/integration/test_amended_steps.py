@@ -56,6 +56,15 @@ def test_a_step_on_two_nodes_has_the_changes_of_all_ranks_or_of_none(stores: Sto
     assert "The script has changed buffers after its steps (" in output
 
 
+def test_a_rank_that_waits_alone_loses_nothing_where_nothing_was_changed(stores: Stores, tmp_path: Path) -> None:
+    both = (stores.first.address, stores.second.address)
+    plan = Plan(job="job", addresses=both, waiting=(0,), changes=False)
+    run(plan, tmp_path / "1")
+    resumed, output = run(plan, tmp_path / "2")
+    assert resumed == [[1, [0, 0], {}]] * 2
+    assert "changed buffers" not in output
+
+
 def test_other_ranks_and_readers_get_the_changes_of_all_ranks_or_of_none(stores: Stores, tmp_path: Path) -> None:
     address = stores.first.address
     for job, waiting, bias in (("all", (0, 1), [1, 0]), ("one", (0,), [0, 0])):

@@ -375,13 +375,13 @@ class Job:
             state: this rank's decoded state; see stored_state.amend.
             stored_step: the step, if other ranks than those of this run may have made it.
         """
-        is_amended = state[AMENDMENT] is not None
-        lacks = not is_amended
+        lacks = state[AMENDMENT] is None
         if stored_step is not None:
             # Rank 0 reads the states of all ranks that made the step, so that they are read once.
             leads = self._collectives.rank == 0
             lacks = leads and not all(stored_state.is_amended(stored_step.client_state(r)) for r in stored_step.ranks())
-        is_somewhere, lacks_somewhere = self._collectives.any_rank([is_amended, lacks], "a look at amended states")
+        has_changes = stored_state.has_changes(state)
+        is_somewhere, lacks_somewhere = self._collectives.any_rank([has_changes, lacks], "a look at amended states")
         stored_state.amend(state, everywhere=not lacks_somewhere, somewhere=is_somewhere)
 
     def _register(self) -> None:

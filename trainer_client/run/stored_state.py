@@ -54,7 +54,7 @@ def amend(state: dict[str, Any], *, everywhere: bool, somewhere: bool) -> None:
     Args:
         state: the state, as `decode_stored` returned it.
         everywhere: whether all ranks of the commit have amended their states.
-        somewhere: whether at least one has.
+        somewhere: whether one of them has amended it by changes; see `has_changes`.
     """
     amendment, late = state[AMENDMENT], state["late_buffers"] or []
     state[AMENDMENT] = None
@@ -81,8 +81,17 @@ def decode_for_all(state_of: Callable[[int], bytes | None], ranks: Iterable[int]
     """
     state = decode_stored(state_of(0) or b"")
     if state[AMENDMENT] is not None:
-        amend(state, everywhere=all(is_amended(state_of(rank)) for rank in ranks), somewhere=True)
+        amend(state, everywhere=all(is_amended(state_of(rank)) for rank in ranks), somewhere=has_changes(state))
     return state
+
+
+def has_changes(state: Mapping[str, Any]) -> bool:
+    """Return whether a rank has amended its decoded state by changes. One of several ranks also amends it by nothing.
+
+    Other ranks may have changes, and a step has those of all ranks only if each of them has amended its state.
+    """
+    amendment = state[AMENDMENT] or {}
+    return bool(amendment.get("buffers")) or "user" in amendment
 
 
 def is_amended(encoded: bytes | None) -> bool:

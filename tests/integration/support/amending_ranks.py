@@ -28,12 +28,14 @@ class Plan:
         addresses: the address of each rank's daemon.
         waiting: the ranks that wait for the commit after their changes.
         steps: the number of steps, after which all ranks end without a word.
+        changes: whether the ranks change anything after a step.
     """
 
     job: str
     addresses: tuple[str, ...]
     waiting: tuple[int, ...]
     steps: int = 1
+    changes: bool = True
 
 
 class Model(nn.Module):
@@ -56,8 +58,9 @@ def train(plan: Plan, directory: Path, rank: int) -> None:
     for _ in range(plan.steps):
         engine.backward(engine(torch.ones(4, 8)))
         engine.step()
-        model.bias.add_(torch.tensor([1.0, rank]))
-        if rank == 0:
+        if plan.changes:
+            model.bias.add_(torch.tensor([1.0, rank]))
+        if plan.changes and rank == 0:
             engine.client_state["seen"] = engine.global_steps
         if rank in plan.waiting:
             engine.wait_for_commit()
