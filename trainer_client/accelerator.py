@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,18 +25,14 @@ _CUDA = "cuda"
 
 # The names of DeepSpeed's accelerators that this one lacks, with what to use instead.
 _LEFT_OUT = {
-    "Event": "the CPU has no events; use time.monotonic()",
     "amp": "use torch.amp",
     "build_extension": "this library compiles nothing on the user's machine",
     "capture_to_graph": "use torch.cuda.graph",
     "create_graph": "use torch.cuda.CUDAGraph",
     "create_op_builder": "this library compiles nothing on the user's machine",
-    "export_envs": "launch the ranks with torchrun, which passes the environment on",
-    "get_compile_backend": "use torch.compile(backend=...)",
     "get_op_builder": "this library compiles nothing on the user's machine",
-    "is_triton_supported": "use torch.utils._triton.has_triton()",
-    "lazy_call": "call the function itself",
     "op_builder_dir": "this library compiles nothing on the user's machine",
+    "prefer_triton_grouped_mm": "this library has no grouped matrix products of Triton; use torch._grouped_mm",
     "replay_graph": "use torch.cuda.CUDAGraph.replay()",
     "set_compile_backend": "use torch.compile(backend=...)",
 }
@@ -49,7 +45,7 @@ class DeviceAccelerator:
 
     Attributes:
         Stream: the class of the device's streams.
-        Event: the class of the device's events, on accelerators only.
+        Event: the class of the device's events; None on CPUs.
 
     Args:
         device_type: the kind of the device as torch names it: "cpu", "cuda", "xpu" and so on.
@@ -61,8 +57,7 @@ class DeviceAccelerator:
         # torch has the same functions for each kind of accelerator, in a module with the kind's name.
         self._module: Any = torch.get_device_module(device_type)
         self.Stream: Any = self._module.Stream
-        if not self._is_host:
-            self.Event: Any = self._module.Event
+        self.Event: Any = None if self._is_host else self._module.Event
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -130,6 +125,41 @@ class DeviceAccelerator:
         """Return the environment variables that say which devices a process sees."""
         name = visible_devices_variable(self._name)
         return [] if name is None else [name]
+
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Iterable[int]
+    ) -> None:
+        """Have the processes that get the environment `current_env` see the devices of these numbers only."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def export_envs(self) -> list[str]:
+        """Return the beginnings of the variables that DeepSpeed's launcher passes on to other nodes."""
+        return ["NCCL"] if self._name == _CUDA else []
+
+    def communication_backend_version(self) -> Any:
+        """Return the version of NCCL as a tuple. Other devices have none, so the error is an AttributeError there."""
+        if self._name != _CUDA:
+            raise AttributeError(
+                f"get_accelerator() has no 'communication_backend_version' on {self._name}: "
+                f"{self.communication_backend_name()} has no version of its own; use torch.__version__"
+            )
+        return torch.cuda.nccl.version()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call `callback`: now on CPUs, and on an accelerator as soon as torch has initialized it."""
+        if self._is_host or not hasattr(self._module, "_lazy_call"):
+            callback()
+        else:
+            self._module._lazy_call(callback)
+
+    def is_triton_supported(self) -> bool:
+        """Return whether kernels of Triton run on the device, as DeepSpeed says it: on GPUs since Ampere."""
+        return self._name == _CUDA and torch.cuda.get_device_capability()[0] >= 8
+
+    def get_compile_backend(self) -> str:
+        """Return the backend of torch.compile if a script names none."""
+        return "inductor"
 
     # Types
 
@@ -270,6 +300,14 @@ class DeviceAccelerator:
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """Return the peak of `memory_reserved`; on CPUs, since the process began."""
         return peak_resident_bytes() if self._is_host else self._module.max_memory_reserved(device_index)
+
+    def get_rss(self) -> int:
+        """Return the resident memory of this process."""
+        return resident_bytes()
+
+    def reset_rss(self) -> int:
+        """Return the resident memory of this process. Its peak is the kernel's, and cannot be begun anew."""
+        return resident_bytes()
 
     # DeepSpeed kept torch's old names, too.
     memory_cached = memory_reserved

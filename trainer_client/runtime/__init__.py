@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from trainer_client.runtime import (
     activation_checkpointing,
+    base_optimizer,
     config,
     dataloader,
     engine,
@@ -20,6 +21,7 @@ from trainer_client.runtime import (
 
 __all__ = [
     "activation_checkpointing",
+    "base_optimizer",
     "config",
     "dataloader",
     "engine",

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -21,15 +22,22 @@ from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel, open_model
 from trainer_client.exchange.torch_format import write_fp32
 from trainer_client.model.owners import owner_of
+from trainer_client.not_built import refuse
 from trainer_client.run import checkpoint_files as files
 from trainer_client.transport.credentials import Credentials
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
 ]
 
+_NO_FILES = (
+    "the states of a checkpoint are in its store, and not in files; get_fp32_state_dict_from_zero_checkpoint returns "
+    "the weights, and engine.load_checkpoint restores the states"
+)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -57,6 +65,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
             value = torch.cat(pieces) if pieces else torch.empty(0, dtype=weight.dtype)
             state |= dict.fromkeys((weight.name, *weight.aliases), value.view(weight.shape))
     return state
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> NoReturn:
+    """Refuse the call, because a checkpoint of this library has no such file. It raises NotBuiltError."""
+    refuse(f"get_model_state_file({str(checkpoint_dir)!r}, {zero_stage!r})", _NO_FILES)
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> NoReturn:
+    """Refuse the call, because a checkpoint of this library has no such files. It raises NotBuiltError."""
+    refuse(f"get_optim_files({str(checkpoint_dir)!r})", _NO_FILES)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

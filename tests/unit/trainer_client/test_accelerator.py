@@ -74,9 +74,21 @@ def test_the_memory_of_a_cpu_is_that_of_the_process_and_the_machine() -> None:
     assert 0 < cpu.available_memory() < cpu.total_memory()
 
 
+def test_a_cpu_answers_as_that_of_deepspeed() -> None:
+    cpu, called, environment = DeviceAccelerator("cpu"), list[int](), {"PATH": "/bin"}
+    cpu.lazy_call(lambda: called.append(1))
+    cpu.set_visible_devices_envs(environment, [0, 1])
+
+    assert called == [1] and environment == {"PATH": "/bin"}
+    assert cpu.Event is None and cpu.export_envs() == [] and not cpu.is_triton_supported()
+    assert cpu.get_compile_backend() == "inductor" and min(cpu.get_rss(), cpu.reset_rss()) > 1 << 20
+
+
 def test_what_is_left_out_says_what_to_use() -> None:
     with pytest.raises(AttributeError, match=r"no 'create_graph' here: use torch\.cuda\.CUDAGraph"):
         DeviceAccelerator("cpu").create_graph()
-    with pytest.raises(AttributeError, match=r"no 'Event' here: the CPU has no events"):
-        DeviceAccelerator("cpu").Event()
+    with pytest.raises(AttributeError, match=r"no 'build_extension' here: this library compiles nothing"):
+        DeviceAccelerator("cpu").build_extension()
+    with pytest.raises(AttributeError, match=r"no 'communication_backend_version' on cpu: gloo has no version"):
+        DeviceAccelerator("cpu").communication_backend_version()
     assert not hasattr(DeviceAccelerator("cpu"), "temperature")

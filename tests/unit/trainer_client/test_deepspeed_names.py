@@ -46,6 +46,7 @@ FACES = [
     "ops.lion",
     "ops.op_builder",
     "pipe",
+    "runtime.base_optimizer",
     "runtime.config",
     "runtime.dataloader",
     "runtime.engine",
