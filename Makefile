@@ -149,11 +149,16 @@ deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR,
 	PYTHONPATH=$(CURDIR)/build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
 	  --json build/deepspeed-tests.json
 
-# Lightning is installed besides what the lock has; the constraint keeps the versions of the lock.
-peers: venv ## Run the tests that compare this library on two ranks with DeepSpeed (DEEPSPEED=: without), Accelerate, Lightning
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint requirements.lock 'lightning>=2.6,<2.7'
+# What is installed besides the lock is for these tests alone; the constraint keeps the versions of the lock. The examples
+# are those of checkouts, whose files are not part of this project.
+ACCELERATE ?= build/accelerate
+DEEPSPEED_EXAMPLES ?= build/DeepSpeedExamples
+PEERS := 'lightning>=2.6,<2.7' 'trl>=1.16' datasets evaluate scikit-learn tensorboard fire loguru pytz sh
+peers: venv ## Compare with DeepSpeed (DEEPSPEED=: without), Accelerate, Lightning, transformers, TRL (ACCELERATE=DIR DEEPSPEED_EXAMPLES=DIR)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint requirements.lock $(PEERS)
 	$(if $(DEEPSPEED),$(BIN)/python -m benchmarks.training.deepspeed_environment $(DEEPSPEED))
-	$(PYTEST) --with peers -m peers --deepspeed "$(DEEPSPEED)" tests/integration/test_accelerate.py \
+	$(PYTEST) --with peers -m peers --deepspeed "$(DEEPSPEED)" --accelerate "$(ACCELERATE)" \
+	  --deepspeedexamples "$(DEEPSPEED_EXAMPLES)" tests/peers tests/integration/test_accelerate.py \
 	  tests/integration/test_as_deepspeed.py tests/integration/test_deepspeed_examples.py \
 	  tests/integration/test_lightning.py
 

@@ -132,6 +132,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=Path(__file__).parents[1] / "build/deepspeed",
         help="the environment with DeepSpeed, which `make peers` sets up; tests that need it are skipped without it",
     )
+    for name in ("accelerate", "DeepSpeedExamples"):
+        parser.addoption(
+            f"--{name.lower()}",
+            type=Path,
+            default=Path(__file__).parents[1] / "build" / name,
+            help=f"a checkout of {name}, whose examples tests/peers runs; they are skipped without it",
+        )
     parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
     )

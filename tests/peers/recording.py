@@ -1,0 +1,68 @@
+"""A runner of scripts as they stand, which records their losses: `recording.py LOSSES SCRIPT ARGUMENTS...`.
+
+On rank 0 it appends a line to LOSSES for each loss that the script takes backward, by whichever call it does so:
+`accelerator.backward`, `engine.backward` or `loss.backward`. Where one of them calls another, the outer one counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Losses:
+    """The file of the losses, and the calls by which a loss comes into it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._depth = 0
+
+    def watch(self, owner: Any, position: int) -> None:
+        """Record the argument at `position` of each call of `owner.backward`."""
+        original = owner.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0 and os.environ.get("RANK", "0") == "0":
+                with self._path.open("a") as file:
+                    file.write(f"{args[position].item()!r}\n")
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        owner.backward = backward
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    # A launcher puts the number of the rank before the other arguments.
+    of_launcher = words[:1] if words[0].startswith("--local_rank") else []
+    file, script, *arguments = words[len(of_launcher) :]
+    losses = Losses(Path(file))
+    sys.argv = [script, *of_launcher, *arguments]
+    losses.watch(torch.Tensor, 0)
+    if find_spec("deepspeed") is not None:
+        import deepspeed  # noqa: PLC0415 - it is there only where the script runs over it
+
+        losses.watch(deepspeed.DeepSpeedEngine, 1)
+    if find_spec("accelerate") is not None:
+        import accelerate  # noqa: PLC0415 - the script decides whether it is used
+
+        losses.watch(accelerate.Accelerator, 1)
+    # Some scripts draw their weights without a seed.
+    torch.manual_seed(0)
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
