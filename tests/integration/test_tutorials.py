@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 # Enough for a machine with other load: alone, the longest tutorial takes less than 20 s.
@@ -76,6 +78,11 @@ def shape(line: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.,e+-]*( (s|min))?\b", "N", line)).strip()
 
 
+def losses_in(text: str) -> list[float]:
+    """Return the losses of the lines about steps."""
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", text, flags=re.MULTILINE)]
+
+
 def test_each_tutorial_prints_what_it_says(tmp_path: Path) -> None:
     followed = {page.stem: Tutorial(page, tmp_path / page.stem) for page in TUTORIALS}
     try:
@@ -89,9 +96,13 @@ def test_each_tutorial_prints_what_it_says(tmp_path: Path) -> None:
         shapes = {shape(line) for line in output.splitlines()}
         missing = [line for line in followed[name].promised if shape(line) not in shapes]
         assert missing == [], f"{name} did not print these lines, but:\n{output}"
+    # The seed of this tutorial makes its losses. Other processors round otherwise.
+    promised = losses_in("\n".join(followed["seven-billion"].promised))
+    printed = losses_in(ended["seven-billion"][1])
+    assert printed == pytest.approx(promised, abs=0.02) and promised == sorted(promised, reverse=True)
 
 
 def test_the_shape_of_a_line_has_no_numbers_and_paths() -> None:
-    line = "weights: step 12 of first, 936.4 kB, 4 s ago, in the store at unix:/tmp/a/paramserver.sock. lr 1.00e-02"
+    line = "weights: step 12 of first, 914.5 KiB, 4 s ago, in the store at unix:/tmp/a/paramserver.sock. lr 1.00e-02"
     assert shape(line) == shape(line.replace("12", "7").replace("/tmp/a", "/b").replace("4 s", "1 min"))
     assert shape(line) != shape(line.replace("first", "second"))
