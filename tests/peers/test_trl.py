@@ -26,11 +26,16 @@ Rows = Iterator[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One of TRL's scripts: its name, its arguments, and the columns of its data set."""
+    """One of TRL's scripts: its name, its arguments, and the columns of its data set.
+
+    `draws_weights` says that the script draws weights after it has loaded the model. At stage 3 these are others, as
+    `zero.Init` takes a seed from the same generator of torch.
+    """
 
     script: str
     arguments: tuple[str, ...] = ()
     columns: tuple[str, ...]
+    draws_weights: bool = False
 
     def rows(self, count: int) -> Rows:
         """Yield rows of the data set; a label alternates, and all else is words."""
@@ -47,7 +52,7 @@ DRAWN = ("--num_generations", "4", "--max_completion_length", "8", "--beta", "0.
 LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")
 CASES = {
     "SFT": Case(script="sft", columns=("text",)),
-    "SFT with LoRA": Case(script="sft", columns=("text",), arguments=LORA),
+    "SFT with LoRA": Case(script="sft", columns=("text",), arguments=LORA, draws_weights=True),
     "DPO": Case(script="dpo", columns=("prompt", "chosen", "rejected")),
     "KTO": Case(script="kto", columns=("prompt", "completion", "label")),
     "reward": Case(script="reward", columns=("chosen", "rejected")),
@@ -72,12 +77,14 @@ def train(directory: Path, pretrained: dict[str, Path], case: Case, way: Way, *o
     data = models.save_data(directory / "data", {"train": case.rows(16), "test": case.rows(4)})
     spec = find_spec("trl")
     assert spec is not None and spec.origin is not None
+    # A head that is not in the files would be drawn, and zero.Init draws other values than plain PyTorch.
+    model = pretrained["reward" if case.script == "reward" else "policy"]
     rewards = ("--reward_model_name_or_path", str(pretrained["reward"])) if case.script in ("grpo", "rloo") else ()
     return run(
         directory,
         command(way, options=options),
         Path(spec.origin).parent / f"scripts/{case.script}.py",
-        *("--output_dir", "output", "--model_name_or_path", str(pretrained["policy"]), "--dtype", "float32"),
+        *("--output_dir", "output", "--model_name_or_path", str(model), "--dtype", "float32"),
         *("--dataset_name", str(data), "--report_to", "none", "--max_steps", str(STEPS), "--learning_rate", "1e-2"),
         *("--per_device_train_batch_size", "4", "--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"),
         *rewards,
@@ -99,4 +106,9 @@ def test_the_losses_are_those_without(
     ours = train(tmp_path, pretrained, CASES[name], Way.ACCELERATE, "--zero_stage", str(stage))
 
     assert len(ours) >= STEPS
-    assert ours == pytest.approx(plain(name), rel=1e-4, abs=1e-6)
+    if CASES[name].draws_weights and stage == 3:
+        # An adapter adds nothing before its first step.
+        assert ours[0] == pytest.approx(plain(name)[0], rel=1e-4)
+        assert ours[-1] < ours[0]
+    else:
+        assert ours == pytest.approx(plain(name), rel=1e-4, abs=1e-6)
