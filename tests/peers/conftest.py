@@ -8,6 +8,8 @@ import pytest
 from _pytest.terminal import TerminalReporter
 
 _FOLDER = "tests/peers/"
+# A case starts a script up to three times, and each start imports these libraries.
+_LIMIT_SECONDS = 3000
 
 
 def _checkout(request: pytest.FixtureRequest, option: str, address: str, variable: str) -> Path:
@@ -29,6 +31,13 @@ def deepspeed_examples(request: pytest.FixtureRequest) -> Path:
     """The directory of a checkout of DeepSpeed's examples."""
     address = "https://github.com/deepspeedai/DeepSpeedExamples"
     return _checkout(request, "--deepspeedexamples", address, "make peers DEEPSPEED_EXAMPLES")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the cases of this folder more time than other tests have."""
+    for item in items:
+        if item.nodeid.startswith(_FOLDER):
+            item.add_marker(pytest.mark.timeout(_LIMIT_SECONDS))
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
