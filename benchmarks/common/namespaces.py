@@ -5,6 +5,7 @@ They need root, and the commands `ip` and `tc`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 # The network interface of each namespace.
 LINK = "eth0"
+# No interface has this address, so a frame to it is lost.
+_NOWHERE = "02:00:00:00:00:01"
+_numbers = itertools.count()
 # A link of 10 GB/s sends this much between two ticks of the slowest clock of a kernel, 10 ms.
 _BURST = "16mb"
 
@@ -31,7 +35,7 @@ def switched(hosts: Sequence[str]) -> Iterator[list[str]]:
         raise NamespaceError("network namespaces need root")
     with ExitStack() as made:
         try:
-            names = [f"psb{os.getpid()}-{number}" for number in range(len(hosts) + 1)]
+            names = [f"psb{os.getpid()}-{next(_numbers)}" for _ in range(len(hosts) + 1)]
             for name in names:
                 _run("ip", "netns", "add", name)
                 made.callback(_run, "ip", "netns", "delete", name)
@@ -70,6 +74,18 @@ def cut(namespace: str) -> None:
 def join(namespace: str) -> None:
     """Undo `cut`."""
     _run("ip", "-n", namespace, "link", "set", LINK, "up")
+
+
+def mute(namespace: str, hosts: Sequence[str]) -> None:
+    """Cut the link of a namespace in one direction: what it sends to these hosts is lost, without an error."""
+    for host in hosts:
+        _run("ip", "-n", namespace, "neigh", "replace", host, "lladdr", _NOWHERE, "dev", LINK, "nud", "permanent")
+
+
+def unmute(namespace: str, hosts: Sequence[str]) -> None:
+    """Undo `mute`."""
+    for host in hosts:
+        _run("ip", "-n", namespace, "neigh", "delete", host, "dev", LINK)
 
 
 def shape(namespaces: Sequence[str], gigabytes_per_second: float, *, burst: str = _BURST) -> str | None:

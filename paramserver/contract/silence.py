@@ -14,7 +14,7 @@
 | link to the daemon    | < 15 s       | its ranks, after 8 to 13 s | never            | session         |
 | link to the daemon    | >= 15 s      | the daemon, after 15 s    | as for a trainer  | as for a trainer |
 | node, link of nodes   | < 20 s       | not said                  | never             | all             |
-| node, link of nodes   | >= 20 s      | its peers, after 20 to 25 s | after 20 to 26 s | resumes        |
+| node, link of nodes   | >= 20 s      | its peers, after 20 to 22 s | after 20 to 23 s | resumes        |
 
 docs/silence.md has the table with the meaning of its words, and tests/unit/paramserver/contract/test_silence.py
 compares the two with the settings.
@@ -28,7 +28,7 @@ from __future__ import annotations
 PING_SECONDS = 5
 ANSWER_SECONDS = 8
 
-# A rank whose watch has said nothing to the ranks' key-value store for the first of these times is lost. Each says its
-# place in every interval.
-RANK_SECONDS = 20
-RANK_INTERVAL_SECONDS = 5
+# A rank that has answered another one nothing for the first of these times is silent. Each sends a datagram to some
+# others in every beat; see trainer_client/ranks/pulse.py.
+RANK_SECONDS: float = 20
+BEAT_SECONDS = 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ from trainer_client.comm import environment_default, lazily_connected
 from trainer_client.device import CPU, backend_of
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
 from trainer_client.lanes.device_lanes import make_lanes
+from trainer_client.ranks.pulse import Pulse, host_of
 from trainer_client.ranks.watch import Watch
 from trainer_client.recorder import Cause, Link, Recorder
 
@@ -150,6 +152,7 @@ class Collectives:
         # The group of the thread beside the training; none before `open_beside`.
         self._beside: list[dist.ProcessGroup] = []
         self._watch: Watch | None = None
+        self._pulse: Pulse | None = None
         # The threads that destroy process groups whose collectives may be under way.
         self._ending: list[threading.Thread] = []
         # A rank that has gone, for people, and from when on this rank waits for it no longer, in time.monotonic().
@@ -162,6 +165,8 @@ class Collectives:
             store: Any = self._groups[_HOST].get_group_store()
             store = store.clone()
             self._watch = Watch(store, self.rank, self.world_size, timeout_seconds)
+            gather = partial(self.gather_bytes, what="the exchange of addresses")
+            self._pulse = Pulse(self.rank, gather, host_of(store), partial(self.rank_has_gone, is_closed=False))
             self.lanes.wait_with(self.wait_for_event)
 
     def close(self) -> None:
@@ -169,6 +174,8 @@ class Collectives:
         self.lanes.close()
         if self._watch is not None:
             self._watch.close()
+        if self._pulse is not None:
+            self._pulse.close()
         groups, self._groups = self._groups, []
         for group in dict.fromkeys(groups):
             # The error occurs if the script has left all groups before, as torch recommends for its end.
@@ -190,11 +197,16 @@ class Collectives:
             return
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:_SHOWN_CHARACTERS]
         self._abandoned = f"{what} ({why})"
-        self._watch.abandon(what, why)
+        news = self._watch.abandon(what, why)
         groups, self._groups = self._groups, []
-        # The other ranks look for the reason as soon as the groups end, so this rank writes it before that.
-        self._end_beside_this(groups, abort=self.device.type != CPU, first=self._watch.exchange)
+        # The other ranks look for the reason as soon as they hear of it or the groups end, so it is written before.
+        self._end_beside_this(groups, abort=self.device.type != CPU, first=partial(self._tell, self._watch, news))
         self.leave_beside()
+
+    def _tell(self, watch: Watch, news: str) -> None:
+        watch.exchange()
+        if self._pulse is not None:
+            self._pulse.tell(news)
 
     def _end_beside_this(
         self, groups: list[dist.ProcessGroup], *, abort: bool, first: Callable[[], None] = lambda: None
@@ -216,7 +228,8 @@ class Collectives:
         """Take note that another rank will take part in nothing any more. Called from any thread.
 
         Each collective that waits for it raises CollectiveError soon, instead of after its time-out. gloo mostly
-        notices the end of a process by itself, but not that one was stopped; NCCL notices neither.
+        notices the end of a process by itself, but not that one was stopped; NCCL notices neither. This rank tells
+        those of other nodes, unless the other one has closed.
 
         Args:
             who: the rank and what has become of it, for people.
@@ -224,6 +237,8 @@ class Collectives:
         """
         if self._gone is not None:
             return
+        if self._pulse is not None and not is_closed:
+            self._pulse.tell(who)
         patience = _UNDER_WAY_SECONDS if is_closed else 0.0
         self._gone = who, time.monotonic() + patience
         if self.device.type != CPU:
@@ -244,11 +259,9 @@ class Collectives:
                 group.abort()
 
     def _check_others(self) -> None:
-        """Raise _RankGoneError if another rank has gone, as far as the daemon or the ranks' key-value store says."""
+        """Raise _RankGoneError if another rank has gone, as far as the daemon or the pulse says."""
         if self._gone is not None and time.monotonic() >= self._gone[1]:
             raise _RankGoneError(self._gone[0])
-        if self._watch is not None and (given_up := self._watch.given_up) is not None:
-            raise _RankGoneError(given_up)
 
     def _require_part(self) -> None:
         """Raise CollectiveError if this rank has abandoned the run."""
@@ -281,6 +294,10 @@ class Collectives:
     def _failure(self, what: str, begun: float, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that was begun at a time of time.monotonic() and has failed."""
         assert self._watch is not None
+        # The frames of the failed call refer to its process group, and live as long as the error. The last reference to
+        # a group has to go on the thread that ends the groups, because that may wait without end (it did for the thread
+        # that trains in tests/integration/test_silent_nodes.py).
+        traceback.clear_frames(error.__traceback__)
         timed_out = time.monotonic() - begun >= self._timeout_seconds
         kind = CollectiveTimeoutError if timed_out else CollectiveError
         reason = (
@@ -347,8 +364,7 @@ class Collectives:
         try:
             work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=groups[0], async_op=True)
             assert work is not None
-            with self._watch.listening():
-                self.wait_for(work, check_part)
+            self.wait_for(work, check_part)
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -395,9 +411,8 @@ class Collectives:
     ) -> None:
         """Run a collective in a process group: to its end for CPU tensors; for others it is put on the stream."""
         with self.within(what):
-            group = self._groups[index]
             on_host = index in (_HOST, _CONTROL) or self.device.type == CPU
-            work = collective(*arguments, group=group, async_op=on_host, **options)
+            work = collective(*arguments, group=self._groups[index], async_op=on_host, **options)
             if work is not None:
                 self.wait_for(work)
 

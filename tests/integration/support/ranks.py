@@ -7,11 +7,12 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.common.namespaces import LINK
 from tests.integration.support.forked import STACKS, Forked
 
 # The time in which the ranks of a launch must end. It is below pytest's timeout, so that a failure shows their logs.
@@ -32,10 +33,10 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def _environments(world_size: int) -> list[Mapping[str, str]]:
-    """Return the environment of each rank of one launch."""
+def _environments(world_size: int, master: str) -> list[Mapping[str, str]]:
+    """Return the environment of each rank of one launch; `master` is the address of rank 0's host."""
     common = {
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": master,
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
@@ -46,16 +47,31 @@ def _environments(world_size: int) -> list[Mapping[str, str]]:
 class Launch:
     """The processes of all ranks of one launch. As a context manager, it kills the ranks that still run at its end."""
 
-    def __init__(self, module: str, world_size: int, arguments: tuple[str | Path, ...], directory: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        world_size: int,
+        arguments: tuple[str | Path, ...],
+        directory: Path,
+        *,
+        namespaces: Sequence[str] = (),
+        master: str = "127.0.0.1",
+    ) -> None:
         """Start the ranks. Each calls `main` of `module`, which finds `arguments` in sys.argv.
 
-        The output of rank N goes to `directory`/rank-N.log.
+        The output of rank N goes to `directory`/rank-N.log. With `namespaces`, rank N runs in the N-th of them, and
+        `master` is the address of the first one.
         """
         self._logs = [directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks: list[Forked] = []
         with ExitStack() as started:
-            for environment, log in zip(_environments(world_size), self._logs, strict=True):
-                rank = Forked(module, [*map(str, arguments)], environment=environment, log=log)
+            places = namespaces or [""] * world_size
+            # gloo would look for the address of the host's name, which the namespaces do not have.
+            common = {"GLOO_SOCKET_IFNAME": LINK} if namespaces else {}
+            for environment, log, place in zip(_environments(world_size, master), self._logs, places, strict=True):
+                rank = Forked(
+                    module, [*map(str, arguments)], environment={**environment, **common}, log=log, namespace=place
+                )
                 self.ranks.append(rank)
                 started.callback(rank.wait)
                 started.callback(rank.kill)

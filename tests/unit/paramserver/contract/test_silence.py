@@ -31,7 +31,7 @@ def test_the_table_has_the_times_of_the_settings() -> None:
         "trainer alone": [f"< {heartbeat} s", f">= {heartbeat} s"],
         "trainer beside others": [f"< {heartbeat} s", f">= {heartbeat} s"],
         "link to the daemon": [f"< {heartbeat} s", f">= {heartbeat} s"],
-        "node, link of nodes": [f"< {rank} s", f">= {rank} s"],
+        "node, link of nodes": [f"< {rank:g} s", f">= {rank:g} s"],
     }
 
     assert {who: [row[1] for row in table if row[0] == who] for who in times} == times
@@ -41,7 +41,7 @@ def test_the_table_has_the_times_of_the_settings() -> None:
         f"its ranks, after {answer} to {ping} s",
         f"its ranks, after {reattach} s",
         f"the daemon, after {heartbeat} s",
-        f"its peers, after {rank} to {rank + silence.RANK_INTERVAL_SECONDS} s",
+        f"its peers, after {rank:g} to {rank + 2:g} s",
     }
     # A session whose daemon was silent must still be there when its rank looks.
     assert ping < float(heartbeat)
