@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -225,11 +225,19 @@ class Stores:
 
 @contextmanager
 def serving(directory: Path, names: Sequence[str], config: Mapping[str, Any]) -> Iterator[list[Daemon]]:
-    """Yield a daemon for each name, in a directory of that name. All have one config, and are killed at the end."""
-    with ExitStack() as daemons:
+    """Yield a daemon for each name, in a directory of that name. All have one config.
+
+    Those that are in the list at the end are killed then, so a test may put another daemon in the place of one.
+    """
+    daemons: list[Daemon] = []
+    try:
         for name in names:
             (directory / name).mkdir()
-        yield [daemons.enter_context(Daemon(directory / name / "state", config)) for name in names]
+            daemons.append(Daemon(directory / name / "state", config))
+        yield daemons
+    finally:
+        for daemon in daemons:
+            daemon.kill()
 
 
 @contextmanager
