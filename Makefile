@@ -44,7 +44,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 TESTS_AT_A_TIME ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=3)
-	$(PYTEST)
+	$(PYTEST) --ignore tests/unit/test_prose.py
 
 suite: venv ## Run the tests alone
 	$(PYTEST)
@@ -84,7 +84,7 @@ faults: N ?= 1000
 faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 	$(BIN)/python -m tests.faults.campaign --rounds $(N) $(if $(SEED),--seed $(SEED))
 
-campaigns: venv ## Look whether the campaigns find planted faults (some 2 minutes)
+campaigns: venv ## Play the campaigns of the suite further, and look whether they find planted faults (some 5 minutes)
 	$(PYTEST) --with campaigns tests/faults
 
 fuzz: N ?= 100000

@@ -38,7 +38,7 @@ from trainer_client.run.state_offload import StateOffload
 from trainer_client.transport.device_memory import DeviceMemory
 
 WHOLE = 1 << 24
-LATE = ("all late", "random")
+LATE = ("all late", "random") if lag.IS_THOROUGH else ("all late",)
 SEEDS = {
     f"random, seed {seed}": lag.Schedule(random_ms=20, seed=seed) for seed in range(2, 6 if lag.IS_THOROUGH else 3)
 }

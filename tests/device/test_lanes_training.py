@@ -41,7 +41,7 @@ from trainer_client.transport.activation_leases import ActivationLeases
 from trainer_client.transport.planes import LeasedBytes
 
 LATE = [name for name in lag.SCHEDULES if name != "nothing late"]
-SOME_LATE = LATE if lag.IS_THOROUGH else ["all late", "random"]
+SOME_LATE = LATE if lag.IS_THOROUGH else ["all late"]
 
 
 # Makes the config of a run, which is a job of its own: on a tier, or with other sections than those of that tier.

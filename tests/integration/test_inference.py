@@ -21,7 +21,7 @@ from tests.integration.support.training import Run, build_model, micro_batches
 from trainer_client.errors import ConfigError, PhaseError, StoreNotFoundError
 
 TOKENS = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(0))
-NEW_TOKENS = 5
+NEW_TOKENS = 3
 # A budget with room for some units of the models, and not for all.
 FEW_BYTES = 320 << 10
 

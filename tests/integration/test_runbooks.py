@@ -211,6 +211,7 @@ def machines_of(directory: Path, nodes: Sequence[str], *, apart: bool) -> Iterat
         yield machines
 
 
+@pytest.mark.runbooks
 def test_damage_is_found_a_job_moves_and_a_nodes_disks_are_moved(tmp_path: Path) -> None:
     """One job of two ranks goes through all of it. It has no dropout, because an export has no random states."""
     (why_degraded,) = COMMANDS["A tier is degraded"]
@@ -287,6 +288,7 @@ def no_switch() -> str | None:
     return why_not_switched()
 
 
+@pytest.mark.runbooks
 def test_a_node_is_lost_whose_job_has_a_replica(tmp_path: Path, no_switch: str | None) -> None:
     """The job has two ranks on one node. Its follower and its ranks are lost with the node, and the job has dropout."""
     look, see, replaced = COMMANDS["A node is lost whose jobs have replicas"]
