@@ -107,6 +107,10 @@ pause: N ?= 9
 pause: venv ## Stop daemons and trainers of a run N times, wake them and compare the bits (N=9 SEED=...)
 	$(BIN)/python -m tests.faults.pauses --pauses $(N) $(if $(SEED),--seed $(SEED))
 
+silence: N ?= 100
+silence: venv ## Silence nodes, links, daemons and trainers of a job N times and look for what the table forbids (root; N=100 SEED=...)
+	$(BIN)/python -m tests.faults.silence --kills $(N) $(if $(SEED),--seed $(SEED))
+
 lenders: N ?= 200
 lenders: venv ## Kill, stop, empty and cut off the lenders of a training run N times and compare the bits (root; N=200 SEED=...)
 	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))

@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -120,53 +120,65 @@ def observed(daemons: list[Daemon]) -> Iterator[Safe]:
 class Round:
     """One run that is struck again and again."""
 
-    def __init__(self, directory: Path, cell: Cell, rng: random.Random, steps: int = STEPS) -> None:
+    def __init__(self, directory: Path, cell: Cell, rng: random.Random, steps: int = STEPS, ranks: int = RANKS) -> None:
         directory.mkdir(parents=True)
         self.kills: list[str] = []
         self._directory = directory
         self._cell = cell
         self._rng = rng
         self._steps = steps
+        self._ranks = ranks
 
     def play(self, most_kills: int) -> dict[str, Any]:
         """Play the round, and return the findings."""
         began = time.monotonic()
         found: dict[str, Any] = {"cell": str(self._cell), "kills": self.kills}
-        with serving(self._directory, ("first", "second"), CONFIG) as daemons:
+        with self.serving() as daemons:
             try:
                 found["safe_steps"] = self._train(daemons, most_kills)
                 tensors = read_job(JOB, [daemon.address for daemon in daemons])
-                assert_same(tensors, quiet(self._steps))
+                assert_same(tensors, quiet(self._steps, self._ranks))
             except (AssertionError, StoreError) as error:
                 found["error"] = str(error)[-4000:]
         return found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def serving(self) -> AbstractContextManager[list[Daemon]]:
+        """Return a context with a daemon for each rank."""
+        return serving(self._directory, ("first", "second"), CONFIG)
+
+    def plan(self, daemons: list[Daemon]) -> Plan:
+        """Return what the ranks do."""
+        return plan_of(self._cell, daemons, self._steps, self._rng.getrandbits(32))
+
+    def launch(self, path: Path) -> Launch:
+        """Start the ranks with the plan in a file."""
+        return Launch(MODULE, self._ranks, (path, self._directory), self._directory)
 
     def _train(self, daemons: list[Daemon], most_kills: int) -> int:
         """Train to the end, and return how many different steps the ranks have called safe.
 
         It can raise AssertionError.
         """
-        plan = plan_of(self._cell, daemons, self._steps, self._rng.getrandbits(32))
         path = self._directory / "plan.json"
-        path.write_text(json.dumps(asdict(plan)))
+        path.write_text(json.dumps(asdict(self.plan(daemons))))
         with observed(daemons) as safe:
             is_finished = False
             while not is_finished:
-                before = max([safe.newest, *self._noted("safe")])
-                launches = len(self._noted("resumed", rank=0))
-                with Launch(MODULE, RANKS, (path, self._directory), self._directory) as launch:
-                    is_finished = self._strike(daemons, launch, most_kills)
-                    resumed = self._noted("resumed", rank=0)[launches:]
+                before = max([safe.newest, *self.noted("safe")])
+                launches = len(self.noted("resumed", rank=0))
+                with self.launch(path) as launch:
+                    is_finished = self.strike(daemons, launch, most_kills)
+                    resumed = self.noted("resumed", rank=0)[launches:]
                     lost = f"goes on from step {resumed}, and step {before} was called safe\n{launch.output()}"
                     assert all(step >= before for step in resumed), lost
-        return len(set(self._noted("safe")))
+        return len(set(self.noted("safe")))
 
-    def _strike(self, daemons: list[Daemon], launch: Launch, most_kills: int) -> bool:
+    def strike(self, daemons: list[Daemon], launch: Launch, most_kills: int) -> bool:
         """Strike a launch, wait for its end, and return whether it has finished the training."""
         ends = False
-        launches = len(self._noted("resumed", rank=0))
+        launches = len(self.noted("resumed", rank=0))
         while len(self.kills) < most_kills and not ends:
-            if not self._wait_for_start(launch, launches):
+            if not self.wait_for_start(launch, launches):
                 break
             time.sleep(self._rng.uniform(0.0, WITHIN_SECONDS))
             if not launch.is_whole:
@@ -186,17 +198,17 @@ class Round:
         assert ends or codes == [0] * RANKS, f"exit codes {codes} after {self.kills}\n{launch.output()}"
         return codes == [0] * RANKS
 
-    def _wait_for_start(self, launch: Launch, launches: int) -> bool:
+    def wait_for_start(self, launch: Launch, launches: int) -> bool:
         """Wait until the ranks of a launch train, and return whether they still run."""
         until = time.monotonic() + END_SECONDS
-        while launch.is_whole and len(self._noted("resumed", rank=0)) <= launches:
+        while launch.is_whole and len(self.noted("resumed", rank=0)) <= launches:
             assert time.monotonic() < until, launch.output()
             time.sleep(0.01)
         return launch.is_whole
 
-    def _noted(self, what: str, rank: int | None = None) -> list[int]:
+    def noted(self, what: str, rank: int | None = None) -> list[int]:
         """Return the steps that ranks have written to their files."""
-        ranks = range(RANKS) if rank is None else (rank,)
+        ranks = range(self._ranks) if rank is None else (rank,)
         paths = [self._directory / f"{what}-{number}.txt" for number in ranks]
         return [int(line) for path in paths if path.exists() for line in path.read_text().splitlines() if line]
 
@@ -209,15 +221,16 @@ def plan_of(cell: Cell, daemons: list[Daemon], steps: int, seed: int) -> Plan:
 
 
 @cache
-def quiet(steps: int) -> dict[str, torch.Tensor]:
-    """Return all states at the end of a run that nothing kills. They do not depend on the cell."""
-    with TemporaryDirectory() as temporary, serving(Path(temporary), ("first", "second"), CONFIG) as daemons:
+def quiet(steps: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return all states at the end of a run that nothing strikes. They do not depend on the cell."""
+    names = [f"node-{number}" for number in range(ranks)]
+    with TemporaryDirectory() as temporary, serving(Path(temporary), names, CONFIG) as daemons:
         directory = Path(temporary)
         path = directory / "plan.json"
         path.write_text(json.dumps(asdict(plan_of(CELLS[0], daemons, steps, 0))))
-        with Launch(MODULE, RANKS, (path, directory), directory) as launch:
+        with Launch(MODULE, ranks, (path, directory), directory) as launch:
             codes = launch.wait(END_SECONDS)
-            assert codes == [0] * RANKS, launch.output()
+            assert codes == [0] * ranks, launch.output()
         return read_job(JOB, [daemon.address for daemon in daemons])
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 import trainer_client
+from paramserver.contract import silence
 from tests.integration.support.training import MICRO_BATCH, Run, build_model, make_optimizer, micro_batches
 from trainer_client import StoreClientSync
 
@@ -44,6 +45,8 @@ class Plan:
         stage: the stage of ZeRO.
         seed: if given, each rank waits for a third of its commits, chosen at random, instead of rank 0 for all of them,
             and writes the steps that were safe then to DIRECTORY/safe-RANK.txt as they come.
+        has_barriers: whether the script makes barriers in its own process group, which have the time-out of that group.
+        silent_after_seconds: how long another rank may be silent, which programs cannot set.
     """
 
     job: str
@@ -56,6 +59,8 @@ class Plan:
     home: str = "nvme"
     stage: int = 3
     seed: int | None = None
+    has_barriers: bool = True
+    silent_after_seconds: float = silence.RANK_SECONDS
 
 
 class Moment(dict[str, int]):
@@ -95,6 +100,7 @@ def newest_at(address: str, job: str) -> int | None:
 
 def train(plan: Plan, directory: Path) -> dict[str, Any]:
     """Train to the end of the plan, and return what this rank has seen."""
+    silence.RANK_SECONDS = plan.silent_after_seconds
     rank = dist.get_rank()
     seen: dict[str, Any] = {"settled": []}
     model = build_model(RUN)
@@ -140,7 +146,7 @@ def train(plan: Plan, directory: Path) -> dict[str, Any]:
                 if engine.global_steps == plan.pauses:
                     (directory / "paused").touch()
                     wait_for(directory / "go-on")
-            if engine.global_steps % 2:
+            if plan.has_barriers and engine.global_steps % 2:
                 dist.barrier()
     return seen
 
