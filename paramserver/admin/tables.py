@@ -24,8 +24,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
-def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
-    """Return a table of the use, traffic and hit rate of each tier."""
+def tiers_table(response: admin_pb.GetTiersResponse) -> RenderableType:
+    """Return a table of the use, traffic and hit rate of each tier, and lines below it as wide as the output."""
     columns = ["tier", "state", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
     table = new_table(_title("Tiers", response), columns, left=("tier", "state"))
     for tier in response.tiers:
@@ -62,9 +62,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         longest = response.longest_loop_stall_seconds
         blocked = f"event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)"
         lines.append(text(blocked, "yellow"))
-    table.caption = Text("\n", "table.caption").join(lines)
-    table.caption_justify = "left"
-    return table
+    return Group(table, *lines)
 
 
 def _memory_lines(tier: admin_pb.TierInfo) -> list[str]:
@@ -131,8 +129,8 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
     return table
 
 
-def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
-    """Return a table of the progress and size of each job."""
+def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> RenderableType:
+    """Return a table of the progress and size of each job, with the problems of replicas below it."""
     # Each job lists every tier of its store. If there are no jobs, the table has the two tiers that every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
     columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
@@ -166,10 +164,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
         for replica in job.replicas
         if replica.problem
     ]
-    if problems:
-        table.caption = Text("\n", "table.caption").join(problems)
-        table.caption_justify = "left"
-    return table
+    return Group(table, *problems)
 
 
 def _committed_text(job: admin_pb.JobInfo) -> str:

@@ -255,7 +255,7 @@ def assert_all_went_on(results: Sequence[dict[str, Any]], *, least: int) -> None
 def test_first_values_that_are_too_large_to_be_kept_end_a_run_whose_daemon_is_killed(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, offloaded(3, "nvme", kept_gradients=64), steps=1, kills=[(0, "after put 1")])
 
-    with pytest.raises(AssertionError, match=r"its first values, \d+ bytes .* larger than paramserver.kept_gradients"):
+    with pytest.raises(AssertionError, match=r"its first values, [\d.]+ KiB .* larger than paramserver.kept_gradients"):
         outlive(plan, 1)
 
 

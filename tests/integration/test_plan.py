@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import trainer_client
 from paramserver.config import DaemonConfig
 from paramserver.contract.channel import channel_to
+from paramserver.contract.sizes import least_size
 from paramserver.contract.store_need import StoreNeed
 from paramserver.store_need import find_need
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -224,7 +225,8 @@ def test_the_smallest_host_budget_of_a_plan_is_the_one_that_the_daemon_asks_for(
     assert need.least_host_budget < HOST_BUDGET
     raw["paramserver"]["host_budget"] = need.least_host_budget - MIB // 2
 
-    with pytest.raises(trainer_client.errors.StoreError, match=f"host_budget to at least {need.least_host_budget}"):
+    least = least_size(need.least_host_budget)
+    with pytest.raises(trainer_client.errors.StoreError, match=f"host_budget to at least {least}"):
         trainer_client.initialize(model=model(), config=raw)
 
 

@@ -36,9 +36,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_lenders_that_forge_replay_and_lie_change_no_bit(whole: Any, tmp_path: Path) -> None:
-    found = play(tmp_path / "lent", list(LIE_KINDS), STEPS, whole, random.Random(3), apart=False)
-    check_nothing_is_lost(found)
-    assert found["wrong_blocks"] > 0
+    # A lie counts only if the borrower reads while it lasts. On a busy machine that may happen in no strike of a round.
+    for number in range(3):
+        rng = random.Random(3 + number)
+        found = play(tmp_path / f"lent-{number}", list(LIE_KINDS), STEPS, whole, rng, apart=False)
+        check_nothing_is_lost(found)
+        if found["wrong_blocks"]:
+            return
+    pytest.fail(f"no wrong block was counted: {found}")
 
 
 def test_lenders_that_are_killed_stopped_and_emptied_change_no_bit(whole: Any, tmp_path: Path) -> None:
@@ -64,7 +69,8 @@ def check_nothing_is_lost(found: dict[str, Any]) -> None:
 
 def printed(daemon: Daemon, verb: str, *arguments: str, credentials: tuple[str, ...] = ()) -> str:
     """Return what a verb of the admin tool prints, with single spaces."""
-    result = CliRunner().invoke(app, [*credentials, verb, "--address", daemon.address, *arguments])
+    command = [*credentials, verb, "--address", daemon.address, *arguments]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     # The lines of a table are broken where the terminal ends.
     return " ".join(result.stdout.split())

@@ -45,7 +45,7 @@ def test_a_second_engine_uses_the_daemon_of_the_first_one(tmp_path: Path, caplog
     frozen = trainer_client.initialize(model=build(1), config=config_of(str(link), 3, host_budget="32MiB"))[0]
     step(trained)
     assert (tmp_path / "state" / LOCK_NAME).read_text() == pid
-    assert "paramserver.host_budget = 32.0MiB has no effect" in caplog.text
+    assert "paramserver.host_budget = 32.0 MiB has no effect" in caplog.text
     with pytest.raises(
         LocalDaemonError, match=r"nvme_budget is 1\.0 GiB in the config of this engine, and 256\.0 MiB in that of an"
     ):

@@ -222,7 +222,7 @@ def test_the_tier_has_the_sums_of_its_sessions_and_forgets_the_memory_of_one_tha
         memory.resize(2 * SIZE + 17)
         assert keep(memory, Bytes(), 3) is not None
     assert (tier.used_bytes, tier.budget_bytes) == (2 * SIZE, 4 * SIZE)
-    assert "lag:1 of rank 1: 2,048 of 4,096 bytes" in tier.detail
+    assert "lag:1 of rank 1: 2.0 KiB of 4.0 KiB" in tier.detail
     tier.close_memory(memories[0])
     assert (tier.used_bytes, tier.budget_bytes) == (SIZE, 2 * SIZE)
     assert tier.is_in_use
