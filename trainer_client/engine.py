@@ -648,8 +648,10 @@ class Engine(EngineMemory):
             return
         try:
             self.close_without_commit()
-        except TrainerClientError:
-            log.exception("closing the engine failed too")
+        except TrainerClientError as failure:
+            # Both fail if the session has ended, as after a long pause of this process, and one traceback is enough.
+            log.warning("closing the engine failed too: %s", failure)
+            log.debug("closing the engine failed too", exc_info=True)
 
     def _report(self) -> None:
         """Begin the report of the step, and its line in the log if it is due."""

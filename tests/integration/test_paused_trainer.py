@@ -137,7 +137,9 @@ def test_a_trainer_whose_gradients_are_gone_ends_with_one_line(played: dict[str,
     found = played["gradients-not-kept"]
 
     assert found.codes == [1]
-    (last,) = [line for line in found.output.splitlines() if line.startswith("trainer_client.errors.")]
+    lines = [line for line in found.output.splitlines() if line.startswith("trainer_client.errors.")]
+    assert len(lines) == 1, found.output
+    last = lines[0]
     assert CASES["gradients-not-kept"].last_words in last, found.output
     assert "larger than paramserver.kept_gradients: raise that to go on here" in last
     assert "restart the job, it resumes from the last commit" in last
