@@ -31,8 +31,9 @@ def arrive(visitors: Visitors, cleanup: ExitStack, host: str) -> Visitor:
     client, server = (cleanup.enter_context(end) for end in socket.socketpair())
     visitor = visitors.admit(server, host)
 
+    client.settimeout(SECONDS)
+
     def serve() -> None:
-        client.settimeout(SECONDS)
         # The visitor may have had to give way before this thread began to wait.
         with suppress(OSError):
             server.recv(1)
