@@ -245,10 +245,18 @@ def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
 _launched_stores: list[Any] = []
 
 
+def never_free(kept: object) -> None:
+    """Keep an object of torch.distributed until this process has ended, for a child that was forked.
+
+    To free it, torch waits for threads which the child lacks. A child that ends as a script does, and not by os._exit
+    as workers do, would end with SIGSEGV (tests/integration/test_forks.py).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 def _keep_stores_in_child() -> None:
-    """Never free the stores in a forked child, because that waits for threads which the child lacks."""
     for store in _launched_stores:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+        never_free(store)
 
 
 os.register_at_fork(after_in_child=_keep_stores_in_child)

@@ -295,8 +295,8 @@ class Collectives:
         """Return the error of a collective that was begun at a time of time.monotonic() and has failed."""
         assert self._watch is not None
         # The frames of the failed call refer to its process group, and live as long as the error. The last reference to
-        # a group has to go on the thread that ends the groups, because that may wait without end (it did for the thread
-        # that trains in tests/integration/test_silent_nodes.py).
+        # a group has to go on the thread that ends the groups, because gloo may wait for a lost node then. The thread
+        # that trains waited 80 s and more for one (tests/integration/test_silent_nodes.py).
         traceback.clear_frames(error.__traceback__)
         timed_out = time.monotonic() - begun >= self._timeout_seconds
         kind = CollectiveTimeoutError if timed_out else CollectiveError

@@ -7,7 +7,6 @@ process either, so both are counted.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from contextlib import ExitStack
@@ -68,13 +67,9 @@ class _JoinedGroup:
             dist.destroy_process_group()
 
     def keep_in_child(self) -> None:
-        """Never free the group in a forked child, because gloo would wait there for a thread that the child lacks.
-
-        A child that ends as a script does, and not by os._exit as workers do, would end with SIGSEGV
-        (tests/integration/test_forks.py).
-        """
+        """Never free the group in a forked child, and leave it to the parent."""
         if self._group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            comm.never_free(self._group)
             self._group = None
 
 
