@@ -154,7 +154,8 @@ def test_a_link_that_comes_back_in_time_is_no_silence() -> None:
         ranks.relays[1, 0].drops |= {"there", "back"}
         wait_until(lambda: max(link.missed for link in ranks.pulses[0]._links.values()) > 5, seconds=30)
         ranks.relays[1, 0].drops.clear()
-        wait_until(lambda: all(not link.missed for pulse in ranks.pulses for link in pulse._links.values()), seconds=30)
+        # A beat counts as missed until its answer comes, and the two ends need not beat at the same time.
+        wait_until(lambda: all(link.missed <= 1 for pulse in ranks.pulses for link in pulse._links.values()), seconds=30)
         assert ranks.told() == []
 
 
