@@ -39,6 +39,7 @@ def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp
     assert report["commits"] > 25
 
 
+@pytest.mark.campaigns
 def test_the_campaign_fails_an_engine_that_does_not_sync_its_data(tmp_path: Path) -> None:
     report = campaign(tmp_path / "kept", "--rounds=12", "--seed=1", "--mutant=sync-nothing")
     assert report["failures"]

@@ -62,7 +62,9 @@ def measure():
     with tempfile.TemporaryDirectory(dir=sys.argv[1]) as directory:
         (Path(directory) / "file").touch()
         print("ready", flush=True)
-        time.sleep(600)
+        # A signal that comes right before a sleep does not shorten it, so these are short.
+        while True:
+            time.sleep(0.1)
 
 report.run("none", "None", "bench-none", measure, str, directory=Path(sys.argv[1]), as_json=False, results=False)
 """
@@ -124,6 +126,7 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
         assert sample["free_runs"] >= 1
 
 
+@pytest.mark.bench
 def test_a_daemon_with_many_jobs_is_measured_from_its_start_to_its_answers(tmp_path: Path) -> None:
     (tmp_path / "measured").mkdir()
     result, _ = run("storage.catalog", tmp_path / "measured")

@@ -155,7 +155,8 @@ def test_a_link_that_comes_back_in_time_is_no_silence() -> None:
         wait_until(lambda: max(link.missed for link in ranks.pulses[0]._links.values()) > 5, seconds=30)
         ranks.relays[1, 0].drops.clear()
         # A beat counts as missed until its answer comes, and the two ends need not beat at the same time.
-        wait_until(lambda: all(link.missed <= 1 for pulse in ranks.pulses for link in pulse._links.values()), seconds=30)
+        links = [link for pulse in ranks.pulses for link in pulse._links.values()]
+        wait_until(lambda: all(link.missed <= 1 for link in links), seconds=30)
         assert ranks.told() == []
 
 
