@@ -1,8 +1,9 @@
 """The first import of gRPC, which makes gRPC log its errors only.
 
 At each fork of a process with calls under way, gRPC would print "Other threads are currently calling into gRPC,
-skipping fork() handlers": one line for each worker of a data loader and epoch. That is no fault, because such a child
-can use a client of its own. (It could not if $GRPC_ENABLE_FORK_SUPPORT were 0, which ends the line, too.)
+skipping fork() handlers": one line for each worker of a data loader and epoch. That is no fault for a child that makes
+no calls. One that makes calls over a client of its own is ended by gRPC if a thread of the parent was in a call then.
+($GRPC_ENABLE_FORK_SUPPORT=0 would end the line, too, but then no child could make calls.)
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ def main(address: str) -> None:
             for batch in loader:
                 engine.backward(engine(batch).sum())
                 engine.step()
+        # A child may use gRPC only if no thread was in a call when it was forked.
+        engine.wait_for_commit()
         told = report_of_child(
             {
                 "forward": lambda: engine(torch.ones(2, 2)),
