@@ -68,7 +68,7 @@ test-newest: ## Run the demo and chosen tests with the newest supported Python o
 lint: venv ## ruff (rules and format), mypy --strict, and the words of docstrings, comments and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet --durations 0 --durations-min 60 tests/unit/test_prose.py
 
 format: venv ## Bring the code into the checked format

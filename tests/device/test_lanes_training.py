@@ -198,7 +198,7 @@ def test_the_device_allocates_no_more_from_step_to_step(ranks: int, store: Daemo
         assert first > 0
         # A gradient stays on the device until the other rank has sent its own. So with two ranks the same bytes may lie
         # in more places in the third step than in the second, and once need another segment.
-        assert last - second <= ranks - 1, line
+        assert last - second <= (0 if ranks == 1 else 1), line
         assert line["left_bytes"] == [0, 0]
 
 

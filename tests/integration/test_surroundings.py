@@ -1,6 +1,5 @@
 """Everyday surroundings: the changes that shells, schedulers, containers and clusters make to a process before it
-starts. In each of them a daemon serves and ends cleanly, and where files are concerned, it starts again. In those that
-reach a trainer, a trainer trains.
+starts. In each of them a daemon serves, ends cleanly and starts again. In those that reach a trainer, a trainer trains.
 
 Several cases run at the same time, because most of a process's time here is the import of torch.
 """
@@ -55,7 +54,6 @@ class Surrounding:
         empty: whether the environment has no variables but `variables`.
         state_dir: the name of the state directory.
         needs_namespace: whether the shell makes a mount namespace, which some systems forbid.
-        restarts: whether a second daemon is started there, because the surrounding changes files or how they are found.
     """
 
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -63,7 +61,6 @@ class Surrounding:
     empty: bool = False
     state_dir: str = "state"
     needs_namespace: bool = False
-    restarts: bool = False
 
     def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the process, where `usual` is the environment of the tests."""
@@ -89,9 +86,7 @@ DEAD_PROXY = "http://127.0.0.1:9"
 # The import of torch is most of what a case costs. So surroundings share a case if they act on different things, such
 # as the locale and the mode of files. A surrounding that hides the daemon's output shares with no other one.
 FOR_DAEMONS = {
-    "C locale, umask 000": Surrounding(
-        variables={"LC_ALL": "C", "LANG": None}, shell='umask 000; exec "$@"', restarts=True
-    ),
+    "C locale, umask 000": Surrounding(variables={"LC_ALL": "C", "LANG": None}, shell='umask 000; exec "$@"'),
     "ASCII locale, closed stdin": Surrounding(
         variables={"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, shell='exec "$@" <&-'
     ),
@@ -104,16 +99,14 @@ FOR_DAEMONS = {
         shell="trap '' HUP INT QUIT TERM PIPE; exec \"$@\"",
     ),
     "HOME and TMPDIR that are not there, deleted working directory": Surrounding(
-        variables={"HOME": "/nonexistent", "TMPDIR": "/nonexistent"}, shell=DELETED, restarts=True
+        variables={"HOME": "/nonexistent", "TMPDIR": "/nonexistent"}, shell=DELETED
     ),
     # With the lowest priority, 19, a start would take minutes on a busy machine, because the process gets a hundredth
     # of a core.
-    "empty environment, umask 077, lower priority": Surrounding(
-        empty=True, shell='umask 077; exec nice -n 5 "$@"', restarts=True
-    ),
+    "empty environment, umask 077, lower priority": Surrounding(empty=True, shell='umask 077; exec nice -n 5 "$@"'),
     "warnings as errors": Surrounding(variables={"PYTHONWARNINGS": "error"}),
     "-OO, spaces and letters in the path": Surrounding(
-        shell=OPTIMISED, state_dir="Zust\xe4nde von  heute \N{SNOWMAN} 100%", restarts=True
+        shell=OPTIMISED, state_dir="Zust\xe4nde von  heute \N{SNOWMAN} 100%"
     ),
     "development mode, Python's switches": Surrounding(
         variables={
@@ -143,9 +136,9 @@ FOR_TRAINERS = {
 
 
 def serve(surrounding: Surrounding, usual: Mapping[str, str], directory: Path) -> None:
-    """Start a daemon, a second one too where the surrounding restarts it; put, commit and get through each of them."""
+    """Start a daemon twice in the same state directory, and each time put, commit and get through it."""
     weight = {"w": torch.zeros(1000)}
-    for value in (1.0, 2.0) if surrounding.restarts else (1.0,):
+    for value in (1.0, 2.0):
         prefix, environment = surrounding.prefix(directory), surrounding.environment(usual)
         with Daemon(directory / surrounding.state_dir, prefix=prefix, environment=environment) as daemon:
             with StoreClientSync.connect(daemon.address) as client:

@@ -47,8 +47,8 @@ def test_the_daemons_spans_are_children_of_the_trainers_step_and_no_bit_changes(
     with collecting() as collector:
         with Daemon(tmp_path / "state", config | {"otlp_endpoint": collector.endpoint}) as daemon:
             section = {"address": daemon.address, "durability": "step", "telemetry": collector.endpoint}
-            # The store takes what it begins within a step for a part of it, so it gets time to begin the updates.
             config_of_run = store_config(tmp_path / "unused") | {"paramserver": section}
+            # The store counts an update to the step in which it begins, so each step leaves it time to begin its own.
             run = Run(steps=4, pause_seconds=0.2, config=config_of_run)
             traced = train_through_store(run)
             assert daemon.stop() == 0, daemon.log

@@ -282,5 +282,5 @@ def _new_name(base: str) -> str:
 
 def _stored_steps(address: str, credentials: Credentials) -> dict[str, int]:
     """Return the newest committed step of each job of the store that this client may read. It can raise StoreError."""
-    with connect(StoreAddress(address=address), credentials, prefer_streams=True) as client:
+    with connect(StoreAddress(address=address), credentials) as client:
         return {job.name: job.step for job in client.list_jobs() if job.step is not None}

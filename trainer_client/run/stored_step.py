@@ -43,15 +43,9 @@ class StoreAddress:
     held_as: str = ""
 
 
-def connect(store: StoreAddress, credentials: Credentials, *, prefer_streams: bool = False) -> StoreClientSync:
-    """Return a client of the store. Raise StoreError if it cannot be reached or another daemon answers.
-
-    Args:
-        prefer_streams: do not map the store's memory, because few bytes or none are read.
-    """
-    client = StoreClientSync.connect(
-        store.address, credentials=credentials, prefer_streams=prefer_streams, timeout=store.wait_seconds
-    )
+def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
+    """Return a client of the store. Raise StoreError if it cannot be reached or another daemon answers."""
+    client = StoreClientSync.connect(store.address, credentials=credentials, timeout=store.wait_seconds)
     if store.epoch in ("", client.epoch):
         return client
     client.close()
