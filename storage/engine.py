@@ -1016,6 +1016,15 @@ class Engine:
         job.note_settled(step)
         job.announce()
 
+    async def record_settled(self, job: Job) -> None:
+        """Have the catalog know the newest durable step of a job that is settled. The next commit would do it, too.
+
+        Raises:
+            DeviceStuckError: a device does not answer.
+            StorageError: the catalog cannot be written.
+        """
+        await self.backing.watch.unless_stuck(self._committer.record_settled(job))
+
     def check_roll_back(self, job: Job, step: int) -> None:
         """Raise what `roll_back` would raise at once, if it would not accept this step."""
         self._job_registry.check_not_deleting(job.spec.name)

@@ -610,7 +610,9 @@ class Engine(EngineMemory):
         """
         try:
             self._commit_changes_of_script()
+            self._commits.wait()
             self._collectives.barrier("the end of the run")
+            self._commits.record_settled()
         except CollectiveError as error:
             # All steps are on all nodes, so nothing is lost if another rank has failed or gone.
             log.warning("leaving without the other ranks: %s", error)

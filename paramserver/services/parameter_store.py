@@ -258,7 +258,7 @@ class ParameterStore:
 
     @needs(Right.SESSION)
     async def SettleStep(self, request: pb.SettleStepRequest, session: ClientSession) -> pb.SettleStepResponse:
-        await self._sessions.settle(session, convert.step(request.step, "step"))
+        await self._sessions.settle(session, convert.step(request.step, "step"), records=request.record)
         return pb.SettleStepResponse()
 
     @needs(Right.SESSION)

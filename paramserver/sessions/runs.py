@@ -397,11 +397,16 @@ class Runs(Generic[MemberT]):
         run.check_layout(job)
         await self._engine.amend(job, step, rank, client_state)
 
-    async def settle(self, run: Run[MemberT], step: int) -> None:
-        """Take note that all ranks of a run, on all nodes, have committed a step; see Engine.settle."""
+    async def settle(self, run: Run[MemberT], step: int, *, records: bool) -> None:
+        """Take note that all ranks of a run, on all nodes, have committed a step; see Engine.settle.
+
+        With `records`, the catalog has it when this returns.
+        """
         job = await asyncio.shield(run.job)
         self._engine.settle(job, step)
         self.replicas.note_commit(job.spec.name, step)
+        if records:
+            await self._engine.record_settled(job)
 
     async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size

@@ -440,9 +440,9 @@ class Sessions:
         """Replace the client state that the session's rank has stored with the newest step; see Runs.amend."""
         await self._runs.amend(session.require_run(), session.rank, step, client_state)
 
-    async def settle(self, session: Session, step: int) -> None:
+    async def settle(self, session: Session, step: int, *, records: bool) -> None:
         """Take note that all ranks of the session's job, on all nodes, have committed a step; see Runs.settle."""
-        await self._runs.settle(session.require_run(), step)
+        await self._runs.settle(session.require_run(), step, records=records)
 
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
         """Vote for a step as the session's rank, and return whether the committed step is durable; see Runs.vote.

@@ -892,12 +892,14 @@ class AmendStepResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SettleStepRequest(_message.Message):
-    __slots__ = ("session_id", "step")
+    __slots__ = ("session_id", "step", "record")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step: int
-    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    record: bool
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., record: _Optional[bool] = ...) -> None: ...
 
 class SettleStepResponse(_message.Message):
     __slots__ = ()

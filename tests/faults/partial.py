@@ -8,8 +8,8 @@ host memory or on NVMe, with and without replicas of both parts, until it is fin
 - `node`: a daemon and its rank are killed together; `all`: both daemons and all ranks are.
 
 A step is called safe by `wait_for_commit` on any rank, by a reader and by a watcher of either daemon. The next launch
-must go on from the newest such step or from a later one, and the bits at the end must be those of a run that nothing
-kills.
+must go on from the newest such step or from a later one. At the end, readers of both daemons must get the last step,
+and the bits of all states and losses must be those of a run that nothing kills.
 Prints a report in JSON; the exit status is 1 if a round has failed.
 """
 
@@ -136,8 +136,14 @@ class Round:
         with self.serving() as daemons:
             try:
                 found["safe_steps"] = self._train(daemons, most_kills)
-                tensors = read_job(JOB, [daemon.address for daemon in daemons])
-                assert_same(tensors, quiet(self._steps, self._ranks))
+                addresses = [daemon.address for daemon in daemons]
+                shown = [step_of(address) for address in addresses]
+                assert shown == [self._steps] * self._ranks, f"readers get the steps {shown} at the end"
+                tensors = read_job(JOB, addresses)
+                expected = quiet(self._steps, self._ranks)
+                found["other_losses"] = other_losses(losses(self._directory, self._ranks), expected.losses)
+                assert not found["other_losses"], "other losses than without strikes"
+                assert_same(tensors, expected.tensors)
             except (AssertionError, StoreError) as error:
                 found["error"] = str(error)[-4000:]
         return found | {"seconds": round(time.monotonic() - began, 1)}
@@ -213,6 +219,12 @@ class Round:
         return [int(line) for path in paths if path.exists() for line in path.read_text().splitlines() if line]
 
 
+def step_of(address: str) -> int:
+    """Return the step of the job that a reader gets at a daemon which names none."""
+    with StoreClientSync.connect(address) as client, client.read(JOB) as reader:
+        return reader.step
+
+
 def plan_of(cell: Cell, daemons: list[Daemon], steps: int, seed: int) -> Plan:
     addresses = tuple(daemon.address for daemon in daemons)
     replicated = {"replicas": 1, "replica": {"addresses": list(addresses)}, "durability": "replicated"}
@@ -220,9 +232,17 @@ def plan_of(cell: Cell, daemons: list[Daemon], steps: int, seed: int) -> Plan:
     return Plan(job=JOB, addresses=addresses, until=steps, section=section, home=cell.home, stage=cell.stage, seed=seed)
 
 
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """A run that nothing strikes: all states at its end, and the losses of each rank, which are those of each cell."""
+
+    tensors: dict[str, torch.Tensor]
+    losses: list[list[str]]
+
+
 @cache
-def quiet(steps: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Return all states at the end of a run that nothing strikes. They do not depend on the cell."""
+def quiet(steps: int, ranks: int) -> Quiet:
+    """Train without strikes."""
     names = [f"node-{number}" for number in range(ranks)]
     with TemporaryDirectory() as temporary, serving(Path(temporary), names, CONFIG) as daemons:
         directory = Path(temporary)
@@ -231,14 +251,30 @@ def quiet(steps: int, ranks: int) -> dict[str, torch.Tensor]:
         with Launch(MODULE, ranks, (path, directory), directory) as launch:
             codes = launch.wait(END_SECONDS)
             assert codes == [0] * ranks, launch.output()
-        return read_job(JOB, [daemon.address for daemon in daemons])
+        tensors = read_job(JOB, [daemon.address for daemon in daemons])
+        return Quiet(tensors, losses(directory, ranks))
+
+
+def losses(directory: Path, ranks: int) -> list[list[str]]:
+    """Return the losses that each rank has written, each with the step before it, in the order of all launches."""
+    return [(directory / f"losses-{rank}.txt").read_text().splitlines() for rank in range(ranks)]
+
+
+def other_losses(found: list[list[str]], expected: list[list[str]]) -> list[str]:
+    """Return which lines of the ranks' losses are not among those of a quiet run, with their numbers."""
+    return [
+        f"rank {rank}, line {number}: {line}"
+        for rank, (lines, known) in enumerate(zip(found, map(set, expected), strict=True))
+        for number, line in enumerate(lines, 1)
+        if line not in known
+    ]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Check that two states are the same, bit for bit."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     different = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
-    assert not different, f"other bits than without strikes: {different[:5]}"
+    assert not different, f"other bits than without strikes: {different[:5]}, {len(different)} in all"
 
 
 def play(number: int, directory: Path, rng: random.Random, most_kills: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -24,11 +25,17 @@ STRIKES_OF_ROUND = 10
 Play = Callable[[int, Path, random.Random, int], dict[str, Any]]
 
 
+def _sockets(directory: str, names: list[str]) -> list[str]:
+    """Return which entries of a directory are sockets, which cannot be copied."""
+    return [name for name in names if (Path(directory) / name).is_socket()]
+
+
 def play_rounds(program: str, description: str | None, play: Play, strikes: int = STRIKES_OF_ROUND) -> NoReturn:
     """Play rounds as the command line says, print the report, and exit with status 1 if a round has failed."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--kills", type=int, default=strikes)
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
+    parser.add_argument("--keep", type=Path, default=None, help="where the directories of failed rounds are kept")
     args = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     print(f"seed {seed}", file=sys.stderr)
@@ -38,7 +45,10 @@ def play_rounds(program: str, description: str | None, play: Play, strikes: int 
         while left > 0:
             number = len(rounds)
             rng = random.Random(f"{seed} {number}")
-            played = play(number, Path(temporary) / str(number), rng, min(STRIKES_OF_ROUND, left))
+            directory = Path(temporary) / str(number)
+            played = play(number, directory, rng, min(STRIKES_OF_ROUND, left))
+            if args.keep is not None and "error" in played:
+                shutil.copytree(directory, args.keep / f"{seed}-{number}", ignore=_sockets)
             rounds.append(played)
             print(json.dumps(played), file=sys.stderr, flush=True)
             left -= max(1, len(played["kills"]))

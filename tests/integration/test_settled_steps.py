@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -28,6 +29,8 @@ CONFIG = {"host_budget": "48MiB", "nvme_budget": "256MiB", "session_grace_second
 MODULE = "tests.integration.support.settling_ranks"
 END_SECONDS = 120.0
 KILLED = -9
+# The time for which a daemon is away: ranks that did not wait for it would have ended by then.
+AWAY_SECONDS = 2.0
 
 
 @pytest.fixture
@@ -154,6 +157,22 @@ def test_a_step_that_one_node_never_got_is_neither_called_safe_nor_shown(stores:
     second.kill()
     with Daemon(first.state_dir, CONFIG) as one, Daemon(second.state_dir, CONFIG) as other:
         assert (step_of(one.address, job), step_of(other.address, job)) == (8, 8)
+
+
+def test_the_last_step_of_a_run_is_settled_although_a_daemon_dies_at_the_end(stores: Stores, tmp_path: Path) -> None:
+    """The daemon of rank 0 is away while the ranks come to their ends, and dies again as soon as they have ended."""
+    job, directory = "end", tmp_path / "ends"
+    with launched(plan_of(stores, job, until=4, pauses=4), directory) as launch:
+        wait_until((directory / "paused").exists, seconds=END_SECONDS)
+        stores.first.kill()
+        (directory / "go-on").touch()
+        time.sleep(AWAY_SECONDS)
+        with Daemon(stores.first.state_dir, CONFIG) as restarted:
+            assert launch.wait(END_SECONDS) == [0, 0], launch.output()
+            restarted.kill()
+    stores.second.kill()
+    with Daemon(stores.first.state_dir, CONFIG) as one, Daemon(stores.second.state_dir, CONFIG) as other:
+        assert (step_of(one.address, job), step_of(other.address, job)) == (4, 4)
 
 
 def test_a_step_that_all_nodes_have_is_settled_by_the_next_run(stores: Stores, tmp_path: Path) -> None:

@@ -209,6 +209,14 @@ class Commits:
             # `_pending` is cleared only now, because after an interrupted wait the next call waits for the same commit.
             self._pending = None
 
+    def record_settled(self) -> None:
+        """Have this rank's store know after a crash, too, that all nodes have the newest commit.
+
+        Call this at the end of a run, when all ranks have met after `wait`.
+        """
+        if self.newest is not None:
+            self._settlement.record(self.newest)
+
     def wait_until_settled(self) -> None:
         """Wait until all nodes have the newest commit, and all replicas that commits wait for.
 

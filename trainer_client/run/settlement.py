@@ -16,11 +16,13 @@ make the training wait for it, unless commits wait for replicas.
 The training goes on meanwhile. It waits for no other rank in this, so `engine.wait_for_commit()` may be called by one
 rank alone. If a rank dies, its connections break, and the threads of all others fail with a CollectiveError. A store
 that misses step 3 gets the same with the next vote (`settled_step`), or when the next run finds that all stores have
-the step. See tests/integration/test_settled_steps.py.
+the step. A store writes what step 3 says into its catalog with the next commit, so the training thread has it write
+that of the last commit at the end of a run. See tests/integration/test_settled_steps.py.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -28,11 +30,13 @@ from concurrent.futures import Future
 import grpc
 
 from paramserver.contract.capabilities import SETTLED_STEPS
-from trainer_client.errors import CollectiveError, StoreUnavailableError
+from trainer_client.errors import CollectiveError, StoreError, StoreUnavailableError
 from trainer_client.log_context import carried
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.replicas import Replicas
 from trainer_client.transport.rank_store import RankStore
+
+log = logging.getLogger(__name__)
 
 
 class Settlement:
@@ -129,6 +133,24 @@ class Settlement:
             self._changed.wait_for(lambda: not self._begun or self._failure is not None)
             if self._begun and self._failure is not None:
                 raise self._failure
+
+    def record(self, step: int) -> None:
+        """Have this rank's store know after a crash, too, that the run's last commit is settled.
+
+        Call this when all ranks have met after their stores had made it. A failure of the call is only logged,
+        because the next run settles the commit again.
+        """
+        if not self._tells_store:
+            return
+        try:
+            self._store.record_settled(step)
+        except StoreError as error:
+            log.warning(
+                "the store at %s may show an earlier step than %d, the last one, until the job is started again: %s",
+                self._store.address,
+                step,
+                error,
+            )
 
     def awaited(self) -> Future[None]:
         """Return a future that is done when the newest commit is settled, and cancelled if it is not."""

@@ -166,12 +166,18 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A declaration that every rank of the job, on every node, has committed a step."""
+    """A declaration that every rank of the job, on every node, has committed a step.
+
+    Attributes:
+        step: the step.
+        records: whether the store is to have it in its catalog at once.
+    """
 
     step: int
+    records: bool = False
 
     def make(self, attachment: Attachment) -> None:
-        attachment.call(attachment.stub.SettleStep, pb.SettleStepRequest(step=self.step))
+        attachment.call(attachment.stub.SettleStep, pb.SettleStepRequest(step=self.step, record=self.records))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -833,6 +833,16 @@ class RankStore:
             if not may_be_lost(error):
                 raise
 
+    def record_settled(self, step: int) -> None:
+        """Have the store know a settled step also after a crash, at the end of a run, when no commit follows.
+
+        It is in the catalog when this returns, in that of the next daemon if this one is lost meanwhile.
+
+        Raises:
+            StoreError: the store refuses the call, or cannot be reached.
+        """
+        self._attachments.retry_over_restarts(Settled(step=step, records=True).make)
+
     @property
     def capabilities(self) -> frozenset[str]:
         """The capabilities of the daemon, by the names of paramserver/contract/capabilities.py."""

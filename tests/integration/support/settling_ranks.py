@@ -44,7 +44,8 @@ class Plan:
         home: where all states live.
         stage: the stage of ZeRO.
         seed: if given, each rank waits for a third of its commits, chosen at random, instead of rank 0 for all of them,
-            and writes the steps that were safe then to DIRECTORY/safe-RANK.txt as they come.
+            and writes the steps that were safe then to DIRECTORY/safe-RANK.txt as they come, and each loss, with the
+            step before it, to DIRECTORY/losses-RANK.txt.
         has_barriers: whether the script makes barriers in its own process group, which have the time-out of that group.
         silent_after_seconds: how long another rank may be silent, which programs cannot set.
     """
@@ -86,10 +87,10 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def note(path: Path, step: int) -> None:
-    """Append a step to a file, which another process reads when this one was killed."""
+def note(path: Path, line: object) -> None:
+    """Append a line to a file, which another process reads when this one was killed."""
     with path.open("a") as file:
-        file.write(f"{step}\n")
+        file.write(f"{line}\n")
 
 
 def newest_at(address: str, job: str) -> int | None:
@@ -128,7 +129,10 @@ def train(plan: Plan, directory: Path) -> dict[str, Any]:
     with engine:
         while engine.global_steps < plan.until:
             batch = batches[engine.global_steps]
-            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            loss = engine(input_ids=batch, labels=batch).loss
+            if rng is not None:
+                note(directory / f"losses-{rank}.txt", f"{engine.global_steps} {loss.item().hex()}")
+            engine.backward(loss)
             engine.client_state["moment"] = Moment(before_vote)
             engine.step()
             if rng is not None and rng.random() < 1 / 3:
