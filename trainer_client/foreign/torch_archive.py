@@ -49,11 +49,11 @@ class TorchArchive:
         self._file = file
         self._where = where
         self._size = file.seek(0, os.SEEK_END)
-        if not zipfile.is_zipfile(file):
-            raise ImportCheckpointError(
-                f"{where} is not a file of torch.save in its present format, a zip archive, or it is cut short"
-            )
         try:
+            if not zipfile.is_zipfile(file):
+                raise ImportCheckpointError(
+                    f"{where} is not a file of torch.save in its present format, a zip archive, or it is cut short"
+                )
             with zipfile.ZipFile(file) as archive:
                 self.records = self._locate(archive.infolist())
         except ImportCheckpointError:

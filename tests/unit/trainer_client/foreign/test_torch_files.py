@@ -107,6 +107,12 @@ def with_another_first_byte(content: bytes, offset: int) -> bytes:
     return bytes(changed)
 
 
+def on_two_disks(content: bytes) -> bytes:
+    """Insert the record of large archives which says that the archive spans two disks."""
+    end = len(content) - 22
+    return content[:end] + struct.pack("<4sLQL", b"PK\6\7", 0, 0, 2) + content[end:]
+
+
 ONE = {"a/data.pkl": b"\x80\x02N.", "a/version": b"3\n"}
 
 
@@ -123,6 +129,7 @@ ONE = {"a/data.pkl": b"\x80\x02N.", "a/version": b"3\n"}
         (archive({"a/version": b"3\n"}), "it has no pickle"),
         (archive(ONE | {"a/byteorder": b"big"}), "another order of bytes"),
         (archive(ONE)[:-30], "cut short|damaged"),
+        (on_two_disks(archive(ONE)), "damaged.*span multiple disks"),
         (b"", "cut short"),
     ],
 )
