@@ -179,6 +179,10 @@ class GroupSpec:
             end = shard.group_offset + shard.numel
 
 
+# The begin of the names of entries with large buffers; paramserver/contract/buffer_names.py makes these names.
+BUFFERS_BEGIN = "(buffers of rank "
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
     """One parameter of the model; `dtype` is the element type of its slab of Kind.PARAM."""
@@ -187,6 +191,11 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: DType
     trainable: bool
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the entry has the large buffers of a rank, and is no parameter of the model."""
+        return self.fqn.startswith(BUFFERS_BEGIN)
 
 
 class Parameters(tuple[ParameterSpec, ...]):

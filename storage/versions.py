@@ -219,7 +219,10 @@ def check_model(stored: JobSpec, wanted: JobSpec) -> None:
 
 def _differences(stored: JobSpec, wanted: JobSpec) -> list[str]:
     """Return a text for each way in which names and shapes of the two models differ."""
-    have, want = stored.model.by_name, wanted.model.by_name
+    have, want = (
+        {fqn: parameter for fqn, parameter in spec.model.by_name.items() if not parameter.has_buffers}
+        for spec in (stored, wanted)
+    )
     differences = []
     if new := [fqn for fqn in want if fqn not in have]:
         differences.append(f"{_named(new)} not in the stored job")
@@ -256,15 +259,17 @@ def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
             f"{stored.world_size}, lay the job out anew (BeginLayout), or use another job name"
         )
     check_model(stored, wanted)
-    have = stored.model.by_name
-    for parameter in wanted.parameters if stored.model != wanted.model else ():
-        if have[parameter.fqn] != parameter:
-            raise _other_parameter(stored.name, have[parameter.fqn], parameter)
+    if stored.model == wanted.model:
+        return
+    have, want = stored.model.by_name, wanted.model.by_name
+    for fqn in dict.fromkeys([*want, *have]):
+        if have.get(fqn) != want.get(fqn):
+            raise _other_parameter(stored.name, fqn, have.get(fqn), want.get(fqn))
 
 
-def _other_parameter(job: str, stored: ParameterSpec, wanted: ParameterSpec) -> ConflictError:
+def _other_parameter(job: str, fqn: str, stored: ParameterSpec | None, wanted: ParameterSpec | None) -> ConflictError:
     return ConflictError(
-        f"job {job!r} has another layout: parameter {wanted.fqn!r} is {_describe(stored)} in the store and "
+        f"job {job!r} has another layout: parameter {fqn!r} is {_describe(stored)} in the store and "
         f"{_describe(wanted)} in this model; use another job name"
     )
 
@@ -284,6 +289,8 @@ def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:
         )
 
 
-def _describe(parameter: ParameterSpec) -> str:
+def _describe(parameter: ParameterSpec | None) -> str:
+    if parameter is None:
+        return "not there"
     frozen = "" if parameter.trainable else ", frozen"
     return f"{list(parameter.shape)} {parameter.dtype.value}{frozen}"

@@ -142,6 +142,7 @@ def _make_parts(
     commits = Commits(
         rank.store,
         job.states,
+        job.buffers,
         job.lanes,
         rank.settings.paramserver.durability,
         newest=job.resumed_step,
@@ -355,7 +356,8 @@ def _make_run_state(
         micro_batches=micro_batches,
         data=user.data,
         device=rank.collectives.device,
-        plain=PlainState(user.module, user.parameters),
+        plain=PlainState(user.module, user.parameters, job.buffers.names),
+        large_buffers=job.buffers,
         extra_states=ExtraStates(user.module, is_loud=rank.collectives.rank == 0),
         made_with=made_with if rank.collectives.rank == 0 else None,
         rolled_back=job.rolled_back,

@@ -508,11 +508,10 @@ def _declare(
 def _open_job(
     user: UserObjects, rank: RankContext, policy: UnitPolicy, initial_values: InitialValues, *, is_imported: bool
 ) -> Job:
-    """Open the job, and give the model's buffers the dtype that the config asks for. All ranks must call this."""
-    with naming_open_engines(rank.store.address, rank.place.job):
-        job = Job(user, rank, policy, initial_values, is_imported=is_imported)
+    """Give the model's buffers the dtype that the config asks for, and open the job. All ranks must call this."""
     cast_buffers(user.module, PrecisionPolicy.of(rank.settings).buffer_dtype)
-    return job
+    with naming_open_engines(rank.store.address, rank.place.job):
+        return Job(user, rank, policy, initial_values, is_imported=is_imported)
 
 
 def _choose_job(

@@ -16,5 +16,7 @@ AMENDED_STEPS = "amended-steps"
 # The store lets a rank come back to its run in another session after its own has ended, and holds back each gradient
 # that the rank was writing.
 RETURNING_RANKS = "returning-ranks"
+# The store knows entries of a job with the large buffers of ranks, which are no part of the model; see buffer_names.py.
+LARGE_BUFFERS = "large-buffers"
 
-CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS)
+CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS, LARGE_BUFFERS)

@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.device import lag, matrix, overlap
 from tests.device.held_commits import commits_held
 from tests.device.training_on_lanes import Lateness, train
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
+from tests.integration.support.model_runs import config_of, start
 from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.engine import Engine
 from trainer_client.model.states import PlacedStates
@@ -155,6 +157,37 @@ def test_a_daemon_that_dies_while_a_commit_is_copied_changes_no_bit(place: str, 
         assert_same_states(committed(run), right)
     finally:
         daemons[0].kill()
+
+
+class Counting(nn.Module):
+    """A model with a large buffer that each forward changes, and one that none changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("counts", torch.zeros(300, 300))
+        self.register_buffer("mask", torch.ones(600, 601, dtype=torch.bool).tril())
+        self.counts: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.counts.data[0, 0] += 1
+        return self.linear(inputs).square().mean() + self.counts[0, 0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_large_buffers_on_the_device_go_on(stage: int, tmp_path: Path) -> None:
+    with matrix.store(tmp_path) as daemon:
+        config = config_of(daemon.address, "counting") | {"zero_optimization": {"stage": stage}}
+        for begun in (0, STEPS):
+            with start(model := Counting().to(torch.accelerator.current_accelerator()), config) as engine:
+                assert engine.device.type != "cpu" and model.counts.device == engine.device
+                assert int(model.counts[0, 0]) == begun
+                for _ in range(STEPS):
+                    engine.backward(engine(torch.ones(4, 8, device=engine.device)))
+                    assert engine._commits._buffers.changed() == {"counts"}
+                    engine.step()
+                engine.wait_for_commit()
+    assert lag.races() == []
 
 
 def test_a_commit_lies_under_the_computation_of_the_next_step(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class StoredModel:
         self._aliases: dict[str, list[str]] = {}
         for alias, fqn in (model or {}).get("aliases", {}).items():
             self._aliases.setdefault(fqn, []).append(alias)
-        self.buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
+        self.buffers: Mapping[str, torch.Tensor] = {**(model or {}).get("buffers", {}), **origin.buffers(0)}
         self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
         self.adapters: Mapping[str, str] = (model or {}).get("adapters", {})
         # The sizes of small tensors that were planned and not read yet, by kind and name; and the small tensors that

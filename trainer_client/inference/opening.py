@@ -226,8 +226,8 @@ def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) 
         known[name].copy_(values)
     if larger := [name for name in weights.left_out if name in known]:
         log.warning(
-            "step %d of job %r has no values of %d buffers, which are too large for a commit (%s%s): the model "
-            "computes with those of the files, or with its own",
+            "step %d of job %r has no values of %d buffers of its state dict (%s%s): the model computes "
+            "with those of the files, or with its own",
             *(weights.step, weights.job, len(larger)),
             *(", ".join(larger[:_SHOWN_BUFFERS]), ", ..." if larger[_SHOWN_BUFFERS:] else ""),
         )

@@ -17,8 +17,8 @@ from torch import nn
 
 from trainer_client.model.parameters import ModelParameter
 
-# The most bytes of buffers in one commit. A client state may have 2 MiB (paramserver/rpc/convert.py), as text, and the
-# user's values need room in it, too.
+# The most bytes of buffers in the client state of a commit, which may have 2 MiB (paramserver/rpc/convert.py), as text,
+# and the user's values need room in it, too. Larger buffers are in slabs, see large_buffers.py.
 MAX_BUFFER_BYTES = 256 << 10
 # The end of the name that torch gives a module's extra state in a state dict.
 _EXTRA_STATE = "_extra_state"
@@ -30,10 +30,14 @@ class PlainState:
     Args:
         model: the model.
         parameters: all parameters of the model, each with the name under which the store has it.
+        in_slabs: the names of the buffers that have a slab of their own; see large_buffers.py.
     """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[ModelParameter]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[ModelParameter], in_slabs: Container[str] = frozenset()
+    ) -> None:
         self._model = model
+        self._in_slabs = in_slabs
         parameters = tuple(parameters)
         self._empty = {p.fqn: torch.empty(p.shape, dtype=p.tensor.dtype) for p in parameters if not p.shape.numel()}
         stored = {id(parameter.tensor): parameter.fqn for parameter in parameters}
@@ -72,13 +76,15 @@ class PlainState:
         Returns:
             "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
             plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
-            of all other entries of the state dict; "adapters": the configs of peft's adapters in JSON, by name;
-            "empty": the parameters without elements, by name, in the model's order.
+            of all other entries of the state dict that have no slab either; "adapters": the configs of peft's adapters
+            in JSON, by name; "empty": the parameters without elements, by name, in the model's order.
         """
         buffers: dict[str, torch.Tensor] = {}
         left_out = list(self._foreign)
         room = MAX_BUFFER_BYTES
         for name in self._buffers:
+            if name in self._in_slabs:
+                continue
             buffer = self._model.get_buffer(name)
             if buffer.nbytes <= room:
                 buffers[name] = buffer.detach()

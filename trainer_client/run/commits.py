@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.errors import StoreError
 from trainer_client.lanes.lanes import Lanes
+from trainer_client.model.large_buffers import LargeBuffers
 from trainer_client.model.states import PlacedStates
 from trainer_client.run.settlement import Settlement
 from trainer_client.transport.channel import Pending
@@ -35,6 +36,7 @@ class Commits:
     Args:
         store: this rank's store.
         states: the states of all groups.
+        buffers: the large buffers of this rank's model.
         lanes: the copies between this rank's host memory and its device.
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
@@ -46,6 +48,7 @@ class Commits:
         self,
         store: RankStore,
         states: Sequence[PlacedStates],
+        buffers: LargeBuffers,
         lanes: Lanes,
         durability: str,
         *,
@@ -58,6 +61,7 @@ class Commits:
         self._handed_over = handed_over
         self._store = store
         self._states = states
+        self._buffers = buffers
         self._lanes = lanes
         # Whether the store is given gradients in a backward pass, with which it prepares the next step.
         self._prepares_steps = any(state.gives_gradients for state in states)
@@ -138,6 +142,7 @@ class Commits:
         while self._holds:
             self._holds.pop(0)()
         settled = 0 if self.newest is None else self.newest
+        self._buffers.flush(self.next)
         later = [values for state in self._states if (values := state.flush(self.next)) is not None]
         self._votes_later = bool(later)
         copying = self._lanes.beside().copying if later else None

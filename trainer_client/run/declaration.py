@@ -6,7 +6,7 @@ bytes with the code that lays the job out. This module must never contact a stor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -93,8 +93,12 @@ def open_request(
     durability: str,
     resume: pb.ResumePolicy,
     layout: str,
+    buffers: Iterable[pb.Parameter] = (),
 ) -> pb.OpenJobRequest:
-    """Return the request that opens a job at a store, to which `attached_ranks` of its ranks attach."""
+    """Return the request that opens a job at a store, to which `attached_ranks` of its ranks attach.
+
+    `buffers` are the entries of the ranks' large buffers.
+    """
     return pb.OpenJobRequest(
         job=job,
         run_id=run_id,
@@ -109,7 +113,8 @@ def open_request(
                 trainable=optimizer.has_states(p),
             )
             for p in parameters
-        ],
+        ]
+        + list(buffers),
         durability=parse_durability(durability),
         resume=resume,
         layout=layout,

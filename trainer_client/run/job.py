@@ -24,7 +24,9 @@ from trainer_client.errors import ConfigError, JobConflictError, OtherModelError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather, is_one_sided
+from trainer_client.model.large_buffers import LargeBuffers, can_store
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy
+from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.tiling import Tiling
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
@@ -42,6 +44,7 @@ from trainer_client.run.rolled_back import RollBacks
 from trainer_client.run.stored_state import AMENDMENT, counts_of, decode_stored, groups_of
 from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class Job:
         rolled_back: the roll-backs of the job by operators, see rolled_back.py.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
         layout: the name of the job's layout in the stores.
+        buffers: the large buffers of this rank's model.
         device_copies: the memory of this rank's device that the store may use for copies of parameters.
         handed_over_step: for a new job or layout, the commit that its states are handed over for, and that has to be
             made first; None: the states are committed already.
@@ -145,7 +149,8 @@ class Job:
             )
             for index, (spec, groups_of_unit) in enumerate(zip(specs, groups_of_units, strict=True))
         ]
-        layout = name_layout(groups, collectives)
+        self.buffers = _find_large_buffers(user, store, collectives)
+        layout = name_layout(groups, self.buffers, collectives)
         opened = self._open(layout)
         section = settings.paramserver
         # A replica may have a newer step than this store, for example if this node's state was lost.
@@ -161,6 +166,7 @@ class Job:
         if self.resumed_state is not None:
             load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
+        self.buffers.note()
         self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
         most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
         self.device_copies = DeviceCopies(store, self.lanes, collectives.device, most_bytes)
@@ -236,6 +242,7 @@ class Job:
             self._roll_back(start.step)
             for state in self.states:
                 state.load()
+            self.buffers.load()
             self._take_over()
             return resumed_state, None
         # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on some
@@ -310,6 +317,7 @@ class Job:
             durability=section.durability,
             resume=self._resume,
             layout=layout,
+            buffers=self.buffers.to_parameters(),
         )
         try:
             return self._store.open_job(request)
@@ -335,6 +343,7 @@ class Job:
             )
         self._register()
         initial_values.stage(self.states)
+        self.buffers.hand_over(0)
 
     def _take_over(self) -> None:
         """Update each rank's copies of other ranks' partitions, and free the model's own memory.
@@ -364,6 +373,8 @@ class Job:
         )
         with open_stored_step() as stored_step:
             fill(self.states, stored_step, open_stored_step, start.fresh, step)
+            self.buffers.take(stored_step.buffers(self._collectives.rank))
+            self.buffers.hand_over(step)
             state = carried_state(stored_step, start, self._parameters, self._optimizer, self._collectives.rank)
             self._amend(state, stored_step)
             return state
@@ -386,7 +397,8 @@ class Job:
 
     def _register(self) -> None:
         """Declare this rank's shard groups."""
-        self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
+        groups = [state.group.to_proto(state.placement) for state in self.states]
+        self._store.register_shards([*groups, *self.buffers.to_groups()])
 
     def _roll_back(self, step: int) -> None:
         """Make `step` the newest one of every store. All ranks must call this."""
@@ -394,6 +406,13 @@ class Job:
             if self.leads_store:
                 self._store.roll_back(step)
             self._collectives.barrier()
+
+
+def _find_large_buffers(user: UserObjects, store: RankStore, collectives: Collectives) -> LargeBuffers:
+    """Return the buffers for which the client state of a commit has no room. All ranks must call this."""
+    plain = PlainState(user.module, user.parameters)
+    larger = plain.larger_buffers(plain.to_commit()["buffers"])
+    return LargeBuffers(user.module, [n for n, buffer in larger.items() if can_store(buffer)], store, collectives)
 
 
 def _move_buffers(model: nn.Module, collectives: Collectives) -> None:

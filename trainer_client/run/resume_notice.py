@@ -241,7 +241,7 @@ class _Differences:
         own = {name for name, _ in self._user.module.named_buffers(remove_duplicate=False)}
         model = self._state["model"] or {}
         if larger := [name for name in model.get("left_out", ()) if name in own]:
-            self._todays.append(f"{_listed(larger)}, buffers that are too large for a commit")
+            self._todays.append(f"{_listed(larger)}, buffers that the step does not have")
         stored = self._state["extra_states"] or {}
         if missing := [name for name in modules_with_extra_state(self._user.module) if name not in stored]:
             self._todays.append(f"{_listed(missing)}, which the commit does not have")

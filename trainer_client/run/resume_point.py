@@ -37,6 +37,7 @@ from paramserver.contract.replica_names import replicated_job
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ClientStateError, JobConflictError, StoreError, TrainerClientError
 from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.large_buffers import LargeBuffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state, rolled_back
@@ -111,7 +112,7 @@ class _View:
         )
 
 
-def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
+def name_layout(groups: Iterable[FlatGroup], buffers: LargeBuffers, collectives: Collectives) -> str:
     """Return a new name for the layout that this run would make; see [Note: layouts]. All ranks must call this."""
     shards = [
         [
@@ -126,7 +127,7 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
         ]
         for group in groups
     ]
-    content = json.dumps([collectives.world_size, shards], separators=(",", ":")).encode()
+    content = json.dumps([collectives.world_size, shards, *buffers.form], separators=(",", ":")).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:_FINGERPRINT_DIGITS]
     return f"{fingerprint}-{collectives.broadcast_id(secrets.token_bytes(_NONCE_BYTES)).hex()}"
 

@@ -5,6 +5,7 @@ This module owns the list of the state's parts. It must never encode them, becau
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import xxhash
 
 from paramserver.contract.limits import MAX_CLIENT_STATE_BYTES
 from trainer_client.errors import ClientStateError
+from trainer_client.model.large_buffers import LargeBuffers
 from trainer_client.model.plain_state import PlainState
 from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
@@ -28,6 +30,8 @@ from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
 from trainer_client.store_optimizer import StoreOptimizer
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
@@ -71,6 +75,7 @@ class RunState:
         data: TrainingLoader | None,
         device: torch.device,
         plain: PlainState,
+        large_buffers: LargeBuffers,
         extra_states: ExtraStates,
         made_with: MadeWith | None,
         rolled_back: RollBacks,
@@ -86,6 +91,7 @@ class RunState:
         self._data = data
         self._device = device
         self._plain = plain
+        self._large_buffers = large_buffers
         self._extra_states = extra_states
         self._rolled_back = dict(rolled_back)
         self._made_with = made_with
@@ -100,6 +106,8 @@ class RunState:
         self._late: set[str] = set()
         # The digests of what the last encoded state was amended by, or None if it was not.
         self._amended: dict[str, int] | None = None
+        # Whether this run has said that large buffers were changed before a wait for a commit.
+        self._has_warned = False
         # The bytes of the last encoded state without those that the script may change between two steps.
         self._other_bytes = 0
 
@@ -154,7 +162,7 @@ class RunState:
 
     def has_late_changes(self, user: Mapping[str, Any]) -> bool:
         """Return whether the script has changed a buffer, or its own part, since the last state was encoded."""
-        return self._digests(user) != self._encoded
+        return self._digests(user) != self._encoded or self._large_buffers.has_changes()
 
     def amended(self, encoded: bytes, user: Mapping[str, Any], *, is_alone: bool) -> bytes | None:
         """Return the newest commit's state with what the script has changed in buffers and in its own part since.
@@ -170,6 +178,14 @@ class RunState:
         Raises:
             ClientStateError: a value cannot be stored, or the state would be too large.
         """
+        if not self._has_warned and (large := self._large_buffers.changed()):
+            self._has_warned = True
+            log.warning(
+                "wait_for_commit() cannot add to the last step what was changed after it in large buffers (%s), so a "
+                "run that goes on from the step has their values at its end: call engine.commit_last_step() on all "
+                "ranks",
+                ", ".join(sorted(large)),
+            )
         now = self._digests(user)
         if now == (self._encoded if is_alone and self._amended is None else self._amended):
             return None
@@ -195,6 +211,7 @@ class RunState:
         """
         now = self._digests(None)
         self._late |= {name for name, digest in now.items() if self._encoded.get(name, digest) != digest}
+        self._late |= self._large_buffers.changed()
 
     def _digests(self, user: Mapping[str, Any] | None) -> dict[str, int]:
         """Return the digests of the buffers that commits carry by their names, and that of the user's part by ""."""

@@ -8,14 +8,16 @@ it is read. It must never write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Self
 
 import grpc
 import torch
 
+from paramserver.contract.buffer_names import name_buffers
 from trainer_client.errors import StoreNotFoundError, StoreUnavailableError
+from trainer_client.model.large_buffers import unpacked
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.reader import StoreReaderSync
 from trainer_client.store_client.types import Kind, StoredTensor
@@ -152,6 +154,17 @@ class StoredStep:
             else:
                 values.copy_(part.reader.get(fqn, kind=kind, offset=offset + done, numel=count))
             done += count
+
+    def buffers(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return the large buffers of a rank by name; those of rank 0 if the step has none of that rank.
+
+        It can raise StoreError.
+        """
+        for name in (name_buffers(rank), name_buffers(0)):
+            for part in self.parts():
+                with suppress(StoreNotFoundError):
+                    return unpacked(part.reader.get(name))
+        return {}
 
     def client_state(self, rank: int) -> bytes | None:
         """Return the client state that a rank stored with the commit of the step; None if there was no such rank."""

@@ -19,6 +19,7 @@ import grpc
 import torch
 
 from paramserver.contract import kinds
+from paramserver.contract.buffer_names import has_buffers
 from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES, READ_BLOCK_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
@@ -201,10 +202,13 @@ class StoreReaderSync:
     def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
         """Return the tensors whose names begin with `prefix`, sorted by name.
 
+        The entries with large buffers of ranks, which are no tensors of the model, are left out.
+
         Raises:
             StoreError: the daemon cannot be reached.
         """
-        return self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
+        listed = self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
+        return [tensor for tensor in listed if not has_buffers(tensor.fqn)]
 
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
         """List tensors within the deadline of `call`; see `tensors`.

@@ -29,6 +29,7 @@ class Plan:
         waiting: the ranks that wait for the commit after their changes.
         steps: the number of steps, after which all ranks end without a word.
         changes: whether the ranks change anything after a step.
+        elements: the number of elements of the buffer, of which the ranks change the first two.
     """
 
     job: str
@@ -36,13 +37,14 @@ class Plan:
     waiting: tuple[int, ...]
     steps: int = 1
     changes: bool = True
+    elements: int = 2
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, elements: int) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.register_buffer("bias", torch.zeros(2))
+        self.register_buffer("bias", torch.zeros(elements))
         self.bias: torch.Tensor
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -51,15 +53,15 @@ class Model(nn.Module):
 
 def train(plan: Plan, directory: Path, rank: int) -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = Model(plan.elements)
     engine = start(model, config_of(plan.addresses[rank], plan.job))
-    resumed = [engine.resumed_step, model.bias.tolist(), engine.client_state]
+    resumed = [engine.resumed_step, model.bias[:2].tolist(), engine.client_state]
     (directory / f"resumed-{rank}.json").write_text(json.dumps(resumed))
     for _ in range(plan.steps):
         engine.backward(engine(torch.ones(4, 8)))
         engine.step()
         if plan.changes:
-            model.bias.add_(torch.tensor([1.0, rank]))
+            model.bias[:2] += torch.tensor([1.0, rank])
         if plan.changes and rank == 0:
             engine.client_state["seen"] = engine.global_steps
         if rank in plan.waiting:

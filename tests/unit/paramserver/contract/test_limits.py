@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from paramserver.contract import limits
+from paramserver.contract.buffer_names import has_buffers, name_buffers
 from storage.config import EngineConfig
 from storage.gathering import GATHER_ALIGNMENT
 from storage.integrity import BLOCK_BYTES
-from storage.shard import ELEMENT_ALIGNMENT
+from storage.shard import BUFFERS_BEGIN, ELEMENT_ALIGNMENT
 
 
 def test_storage_and_contract_agree() -> None:
@@ -16,5 +17,6 @@ def test_storage_and_contract_agree() -> None:
     assert limits.ELEMENT_ALIGNMENT == ELEMENT_ALIGNMENT
     assert limits.GATHER_ALIGNMENT_BYTES == GATHER_ALIGNMENT
     assert limits.READ_BLOCK_BYTES == BLOCK_BYTES
+    assert has_buffers(name_buffers(12)) and name_buffers(12).startswith(BUFFERS_BEGIN) and has_buffers(BUFFERS_BEGIN)
     assert config.units_of_a_rank_alone == limits.UNITS_MAPPED_AT_ONCE
     assert config.gradients_of_a_rank == limits.GRADIENTS_AT_ONCE

@@ -1,0 +1,204 @@
+"""The large buffers of this rank's model, for which the client state of a commit has no room, in a slab of the store.
+
+This module owns the form of the slab: the number of bytes in 8 bytes, then a file of safetensors with the buffers by
+name, then zeros. The slab's element type is fp32, of which the bytes are kept as they are. This module must never keep
+a copy of a buffer: a slab has the values of the moment at which it was handed over.
+
+[Note: buffers that change] A commit has a new version of the slab only if a byte of the buffers has changed since the
+last one. The digests of all large buffers tell (see digests.py), so a script may change them in any way. They are
+computed at the beginning of a step, for the changes after the last one, and at its end. Masks and tables that never
+change are written once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from paramserver.contract import tiers
+from paramserver.contract.buffer_names import name_buffers
+from paramserver.contract.capabilities import LARGE_BUFFERS
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.kinds import PARAM
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.device import CPU
+from trainer_client.model.digests import digest_on_device, digest_on_host
+from trainer_client.model.slot_table import round_up
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.transport.rank_store import RankStore, SlabName, Value
+from trainer_client.transport.shard_group_name import ShardGroupName
+
+log = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 8
+_DTYPE = torch.float32
+
+
+class LargeBuffers:
+    """The large buffers of this rank's model.
+
+    Args:
+        model: the model.
+        names: the names of the buffers in the model's state dict.
+        store: this rank's store.
+        collectives: the collectives of this rank. All ranks must make this object at the same time.
+
+    Attributes:
+        names: the names of the buffers that the store keeps. They are none if some rank's daemon is of a release that
+            does not know such entries, or if some rank has none.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], store: RankStore, collectives: Collectives) -> None:
+        self.names: Sequence[str] = tuple(names) if LARGE_BUFFERS in store.capabilities else ()
+        self._model = model
+        self._store = store
+        self._rank = collectives.rank
+        own = _packed(self._buffers()).numel() if self.names else 0
+        # The elements of each rank's slab.
+        self._numels = collectives.gather_rows(torch.tensor([own]), "the sizes of large buffers").flatten().tolist()
+        if not all(self._numels):
+            self.names, self._numels = (), []
+        # The digests of the values that the store has, by name.
+        self._stored: Mapping[str, int] = {}
+        self._has_other_form = False
+
+    def to_parameters(self) -> list[pb.Parameter]:
+        """Return the entries of all ranks, for the declaration of the job."""
+        return [
+            pb.Parameter(fqn=name_buffers(rank), shape=[numel], dtype=WIRE_DTYPES[_DTYPE])
+            for rank, numel in enumerate(self._numels)
+        ]
+
+    def to_groups(self) -> list[pb.ShardGroup]:
+        """Return the shard group of this rank's slab, if the rank has one."""
+        if not self.names:
+            return []
+        numel = self._numels[self._rank]
+        # The values come from this rank's device or memory at each change, so the store needs no copy in host memory.
+        kind = pb.KindSpec(kind=PARAM, dtype=WIRE_DTYPES[_DTYPE], placement=tiers.NVME)
+        shard = pb.Shard(fqn=name_buffers(self._rank), numel=numel)
+        return [pb.ShardGroup(name=self._slab.group, numel=numel, shards=[shard], kinds=[kind])]
+
+    @property
+    def form(self) -> list[Any]:
+        """What tells layouts with other slabs apart; it is empty without slabs."""
+        return [["large buffers", self._numels]] if self.names else []
+
+    @property
+    def _slab(self) -> SlabName:
+        name = ShardGroupName(unit=name_buffers(self._rank), start=0, stop=self._numels[self._rank])
+        return SlabName(group=str(name), kind=PARAM)
+
+    def hand_over(self, step: int) -> None:
+        """Hand the buffers over for the uncommitted `step`. It can raise StoreError."""
+        if self.names:
+            self._store.put(self._values(), step, self._values)
+
+    def flush(self, step: int) -> None:
+        """Hand the buffers over for the uncommitted `step`, if they have changed since the last time.
+
+        It can raise StoreError.
+        """
+        if not self.has_changes():
+            return
+        (value,) = self._values()
+        if value.values.numel() != self._numels[self._rank]:
+            if not self._has_other_form:
+                self._has_other_form = True
+                log.warning(
+                    "%s: a buffer has another shape or dtype than at initialize(), so commits keep the former values "
+                    "of these buffers, and a resume begins with them",
+                    ", ".join(self.names),
+                )
+            return
+        self._store.put([value], step)
+        self.note()
+
+    def note(self) -> None:
+        """Note that the store has, or gets with the next commit, the values that the buffers have now."""
+        self._stored = self._digests()
+
+    def changed(self) -> set[str]:
+        """Return the names of the buffers that have changed since `note`."""
+        return {name for name, digest in self._digests().items() if self._stored.get(name) != digest}
+
+    def has_changes(self) -> bool:
+        """Return whether a buffer has changed since `note`."""
+        return bool(self.changed())
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Give the buffers the values of the store's newest step. It can raise StoreError."""
+        if not self.names:
+            return
+        with self._store.holding(self._store.acquire_read([self._slab], position=0)) as (leased,):
+            found = unpacked(leased.data.view(_DTYPE).clone())
+        self.take(found)
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give the buffers other values, as far as the model has them with the same shapes."""
+        own = self._buffers()
+        for name, value in values.items():
+            if name not in own or own[name].shape != value.shape:
+                log.warning("the stored buffer %r of shape %s is not in this model", name, list(value.shape))
+                continue
+            own[name].copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: self._model.get_buffer(name).detach() for name in self.names}
+
+    def _values(self) -> list[Value]:
+        return [Value(slab=self._slab, dtype=_DTYPE, values=_packed(self._buffers()))]
+
+    def _digests(self) -> dict[str, int]:
+        return {name: _digest(buffer) for name, buffer in self._buffers().items()}
+
+
+def can_store(buffer: torch.Tensor) -> bool:
+    """Return whether a slab can have a buffer.
+
+    Quantized, sparse and meta tensors have no plain bytes, and safetensors has no complex numbers of 16 bytes.
+    """
+    if buffer.is_quantized or buffer.is_meta or buffer.layout is not torch.strided:
+        return False
+    try:
+        safetensors.torch.load(safetensors.torch.save({"": torch.empty(0, dtype=buffer.dtype)}))
+    except KeyError:
+        return False
+    return True
+
+
+def unpacked(words: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the buffers in the elements [n], fp32, of a slab, by name and on the CPU."""
+    content = words.view(torch.uint8).numpy()
+    length = int.from_bytes(content[:_LENGTH_BYTES].tobytes(), "little")
+    return safetensors.torch.load(content[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
+
+
+def _packed(buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the elements [n], fp32, of a slab with these buffers."""
+    # Two buffers may share memory, which safetensors refuses.
+    content = safetensors.torch.save({name: b.to(CPU, copy=True).contiguous() for name, b in buffers.items()})
+    words = torch.zeros(
+        round_up(-(-(_LENGTH_BYTES + len(content)) // _DTYPE.itemsize), ELEMENT_ALIGNMENT), dtype=_DTYPE
+    )
+    target = words.view(torch.uint8).numpy()
+    target[:_LENGTH_BYTES] = memoryview(len(content).to_bytes(_LENGTH_BYTES, "little"))
+    target[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = memoryview(content)
+    return words
+
+
+def _digest(buffer: torch.Tensor) -> int:
+    flat = buffer.contiguous().reshape(-1)
+    if flat.device.type != CPU:
+        # A view may begin within a word.
+        return int(digest_on_device(flat.clone() if flat.storage_offset() else flat))
+    content = flat.view(torch.uint8).numpy().data
+    return digest_on_host(content, [slice(None)])
