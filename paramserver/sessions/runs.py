@@ -73,8 +73,8 @@ class Run(Generic[MemberT]):
         registering: the registrations of groups under way, which end with the run.
         layout: the change to another layout of the job, once a rank has begun it.
         first_step: the number of the first commit in that layout.
-        broken_by: the rank that has gone; None: no rank has gone.
-        was_closed: whether a rank has gone by closing its session, and not by a broken connection.
+        broken_by: the first rank that has gone; None: no rank has gone.
+        left_by: the first rank that has gone by closing its session, so that it does not come back; None: no rank has.
     """
 
     run_id: str
@@ -87,7 +87,7 @@ class Run(Generic[MemberT]):
     layout: asyncio.Task[None] | None = None
     first_step: int = 0
     broken_by: str | None = None
-    was_closed: bool = False
+    left_by: str | None = None
 
     def check_whole(self) -> None:
         """Check that all ranks are still there.
@@ -96,10 +96,16 @@ class Run(Generic[MemberT]):
             StepAbortedError: a rank has gone.
         """
         if self.broken_by is not None:
-            raise StepAbortedError(
-                f"{self.broken_by} of this run is gone, so no further step can be committed; restart the run: it goes "
-                "on from the last committed step"
-            )
+            raise _is_gone(self.broken_by)
+
+    def check_can_begin_anew(self) -> None:
+        """Check that all ranks, whose sessions have ended, may come back.
+
+        Raises:
+            StepAbortedError: a rank has left.
+        """
+        if self.left_by is not None:
+            raise _is_gone(self.left_by)
 
     def check_layout(self, job: Job) -> None:
         """Check that this run can train the job as it is laid out now.
@@ -207,7 +213,8 @@ class Runs(Generic[MemberT]):
         """Add a rank to its run, and return the run. The first rank of a run opens the job.
 
         A run that has lost all its ranks begins anew when one of them `comes_back`, from the newest commit. Any other
-        rank of such a run is a late one, which would wait without end for those that have gone.
+        rank of such a run is a late one, which would wait without end for those that have gone. So would one that comes
+        back if another rank has left the run meanwhile, as a rank does when it hears that this one was lost.
 
         Raises:
             ConflictError: another run holds the job, or the rank is attached already, or as many ranks are attached as
@@ -218,6 +225,8 @@ class Runs(Generic[MemberT]):
         """
         self._check_not_closed(spec.name)
         run = self._runs.get(spec.name)
+        if run is not None and run.run_id == run_id and comes_back:
+            run.check_can_begin_anew()
         if run is None or (not run.ranks and (run.run_id != run_id or (comes_back and run.broken_by is not None))):
             # If the job cannot be opened, the call of each rank that waits for the job raises the error.
             goes_on = self._copies.enter(spec.name, run_id)
@@ -446,8 +455,10 @@ class Runs(Generic[MemberT]):
             is_closed: whether the client has closed its session, and not lost it.
         """
         member = run.ranks.pop(rank)
-        run.was_closed |= is_closed
-        run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
+        who = f"rank {rank} ({member.client})"
+        run.broken_by = run.broken_by or who
+        if is_closed:
+            run.left_by = run.left_by or who
         # A vote that lacks a rank fails now, because no further rank can complete it.
         try:
             run.check_whole()
@@ -509,7 +520,7 @@ class Runs(Generic[MemberT]):
 
     async def _end(self, run: Run[MemberT], job: Job) -> None:
         is_copy = self.is_copy(run)
-        if is_copy and not run.was_closed and self._can_go_on(job):
+        if is_copy and run.left_by is None and self._can_go_on(job):
             job.spec = job.spec.without_ranks()
             self._copies.leave(run.spec.name)
             left = f"an unfinished copy stays for {UNFINISHED_SECONDS} s, so that another attempt can go on with it"
@@ -544,6 +555,13 @@ class Runs(Generic[MemberT]):
         if await self._discard_left(name):
             discarded = "the unfinished copy was discarded, because no attempt went on with it"
             self._events.add(EventKind.JOB, name, discarded)
+
+
+def _is_gone(rank: str) -> StepAbortedError:
+    return StepAbortedError(
+        f"{rank} of this run is gone, so no further step can be committed; restart the run: it goes on from the last "
+        "committed step"
+    )
 
 
 def _check_settled(run: Run[MemberT], job: Job, rank: int, step: int, settled: int) -> None:

@@ -293,14 +293,15 @@ class Attachments:
 
         Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
         daemon is known to have what all ranks have handed over. Without a restart this returns at once, because the
-        store lets a read wait for the updates that it has, and the ranks meet before any of them reads. It can raise
-        StoreError.
+        store lets a read wait for the updates that it has, and the ranks meet before any of them reads.
+
+        The other ranks have voted, too, as soon as they have attached again. One that has ended meanwhile never does,
+        so this waits no longer than a rank may take for that. It can raise StoreError.
         """
         with self.changed:
             vote = self.journal.vote if self.journal.awaits_commit else None
         if vote is not None:
-            Pending(vote.call, lambda _: None).wait()
-            self.acknowledge(vote.step)
+            self._wait_for_commit(vote, time.monotonic() + self.reattach_seconds + _SLACK_SECONDS)
 
     def acknowledge(self, step: int) -> None:
         """Take note that the store has committed a step. Any thread may call this."""

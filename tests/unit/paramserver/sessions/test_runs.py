@@ -273,6 +273,21 @@ async def test_a_run_that_has_lost_all_its_ranks_begins_anew_for_those_that_come
         assert sessions.attached("job") == 2
 
 
+async def test_a_rank_does_not_come_back_to_a_run_that_another_rank_has_left(tmp_path: Path) -> None:
+    """The other rank has ended because this one was silent, and will never vote again."""
+    spec = replace(LAYOUT.job(), world_size=2, local_ranks=2)
+    async with serving(tmp_path) as (_, sessions):
+        first, second = (connect(sessions) for _ in range(2))
+        for rank, session in enumerate((first, second)):
+            await join(sessions, session, spec, rank=rank)
+        sessions.end(first, "no heartbeat")
+        sessions.end(second, "closed by the client", is_closed=True)
+        with pytest.raises(StepAbortedError, match=r"rank 1 .* of this run is gone"):
+            await join(sessions, connect(sessions), spec, rank=0, comes_back=True)
+        assert sessions.attached("job") == 0
+        await join(sessions, connect(sessions), spec, "the next run", rank=0)
+
+
 async def test_no_session_ends_for_its_silence_while_the_event_loop_stood_still(tmp_path: Path) -> None:
     """A silent client gets as long again as the daemon itself could not hear it."""
     async with serving(tmp_path) as (_, sessions):
