@@ -31,7 +31,7 @@ from trainer_client.inference.weights import StepWeights
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
-from trainer_client.model.buffers import cast_buffers
+from trainer_client.model.buffers import cast_buffers, give_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.unit_policy import UnitPolicy
 from trainer_client.ranks.collectives import Collectives
@@ -215,15 +215,10 @@ def _read(
     return weights
 
 
-@torch.no_grad()
 def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) -> None:
     """Give the buffers the values that a trainer has committed, and bring all of them to the device."""
-    known = dict(model.named_buffers(remove_duplicate=False))
-    for name, values in weights.buffers.items():
-        if name not in known or known[name].shape != values.shape:
-            log.warning("the stored buffer %r of shape %s is not in this model", name, list(values.shape))
-            continue
-        known[name].copy_(values)
+    give_buffers(model, weights.buffers)
+    known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if larger := [name for name in weights.left_out if name in known]:
         log.warning(
             "step %d of job %r has no values of %d buffers of its state dict (%s%s): the model computes "

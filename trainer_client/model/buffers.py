@@ -1,9 +1,45 @@
-"""The dtype of a model's buffers. This module owns nothing; must never change a buffer that is not floating-point."""
+"""The values and dtypes of a model's buffers.
+
+This module owns nothing. It must never change the dtype of a buffer that is not floating-point.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import torch
 from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def give_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give the buffers of a model other values, by name, as far as it has them with the same shapes.
+
+    A warning names those that it does not have. An expanded buffer, in whose memory one element stands for several, is
+    replaced by a tensor of its own if the values differ.
+    """
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name, given in values.items():
+        if name not in own or own[name].shape != given.shape:
+            log.warning("the stored buffer %r of shape %s is not in this model", name, list(given.shape))
+        elif not _is_expanded(own[name]):
+            own[name].copy_(given)
+        elif not torch.equal(own[name], given.to(own[name])):
+            _replace(model, own[name], given.to(own[name]))
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    layout = zip(buffer.stride(), buffer.shape, strict=True) if buffer.layout is torch.strided else ()
+    return any(stride == 0 and size > 1 for stride, size in layout)
+
+
+def _replace(model: nn.Module, buffer: torch.Tensor, by: torch.Tensor) -> None:
+    for module in model.modules():
+        for name in [name for name, other in module._buffers.items() if other is buffer]:
+            module._buffers[name] = by
 
 
 @torch.no_grad()

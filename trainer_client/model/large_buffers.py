@@ -28,6 +28,7 @@ from paramserver.contract.kinds import PARAM
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.device import CPU
+from trainer_client.model.buffers import give_buffers
 from trainer_client.model.digests import digest_on_device, digest_on_host
 from trainer_client.model.slot_table import round_up
 from trainer_client.ranks.collectives import Collectives
@@ -132,7 +133,6 @@ class LargeBuffers:
         """Return whether a buffer has changed since `note`."""
         return bool(self.changed())
 
-    @torch.no_grad()
     def load(self) -> None:
         """Give the buffers the values of the store's newest step. It can raise StoreError."""
         if not self.names:
@@ -141,15 +141,9 @@ class LargeBuffers:
             found = unpacked(leased.data.view(_DTYPE).clone())
         self.take(found)
 
-    @torch.no_grad()
     def take(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give the buffers other values, as far as the model has them with the same shapes."""
-        own = self._buffers()
-        for name, value in values.items():
-            if name not in own or own[name].shape != value.shape:
-                log.warning("the stored buffer %r of shape %s is not in this model", name, list(value.shape))
-                continue
-            own[name].copy_(value)
+        give_buffers(self._model, values)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: self._model.get_buffer(name).detach() for name in self.names}

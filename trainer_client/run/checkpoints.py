@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_client.errors import CheckpointError, CollectiveError, ConfigError, StoreError, TrainerClientError
+from trainer_client.model.buffers import give_buffers
 from trainer_client.model.parameters import note_new_values
 from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import PlacedStates
@@ -241,9 +242,7 @@ class Checkpoints:
         for state in self._states:
             state.refill()
             note_new_values(state.group.parameters)
-        with torch.no_grad():
-            for name, value in loaded.buffers.items():
-                self._user.module.get_buffer(name).copy_(value)
+        give_buffers(self._user.module, loaded.buffers)
 
     def _encoded_buffers(self, run_state: bytes, *, is_within_step: bool) -> str:
         """Return all buffers of the model, encoded: those of the run state, and the larger ones of this moment."""

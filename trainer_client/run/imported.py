@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainer_client.index_ranges import from_ranges
+from trainer_client.model.buffers import give_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.run import client_state
 from trainer_client.run.stored_state import counts_of, groups_of
@@ -83,14 +84,9 @@ def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
         state: the client state of the commit for this rank. That of rank 0 has the buffers beside the names of the
             model.
     """
-    own = dict(model.named_buffers(remove_duplicate=False))
     stored = state["buffers"] if state["model"] is None else state["model"]["buffers"]
     # Commits of earlier versions have no buffers, or only those of rank 0.
-    for name, values in (stored or {}).items():
-        if name not in own or own[name].shape != values.shape:
-            log.warning("the stored buffer %r of shape %s is not in this model", name, list(values.shape))
-            continue
-        own[name].copy_(values)
+    give_buffers(model, stored or {})
 
 
 def _settings(

@@ -1,11 +1,14 @@
-"""A config may give the model's buffers a dtype; buffers that are no floating-point numbers stay as they are."""
+"""Buffers get other values and dtypes. Those that are no floating-point numbers keep their dtype."""
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import torch
 from torch import nn
 
-from trainer_client.model.buffers import cast_buffers
+from trainer_client.model.buffers import cast_buffers, give_buffers
 
 
 def build() -> nn.Module:
@@ -41,3 +44,20 @@ def test_buffers_keep_their_dtypes_unless_the_config_says_one() -> None:
     cast_buffers(model, None)
     after = dict(model.named_buffers())
     assert all(after[name] is buffer for name, buffer in before.items())
+
+
+def test_buffers_get_values_whatever_lies_in_their_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """One element of an expanded buffer stands for several, so that torch writes into none of them."""
+    model = build()
+    model[1].register_buffer("same", torch.ones(1).expand(3))
+    model[2].register_buffer("shared", model[1].same)
+    model[2].register_buffer("turned", torch.zeros(2, 3).t())
+    same, values = model[1].same, torch.arange(6.0).view(3, 2)
+
+    give_buffers(model, {"1.same": torch.ones(3), "2.turned": values})
+    assert model[1].same is same and torch.equal(model[2].turned, values)
+
+    with caplog.at_level(logging.WARNING):
+        give_buffers(model, {"1.same": values[:, 1], "2.shared": values[:, 1], "0.angles": values, "lost": values})
+    assert torch.equal(model[1].same, values[:, 1]) and model[2].shared is model[1].same
+    assert [record.args for record in caplog.records] == [("0.angles", [3, 2]), ("lost", [3, 2])]
