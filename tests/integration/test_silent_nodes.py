@@ -23,8 +23,15 @@ HOSTS = ("10.94.7.1", "10.94.7.2", "10.94.7.3")
 SILENT_SECONDS = 4.0
 # The ranks end long before the time-out of their collectives, which is 600 s, also on busy cores.
 END_SECONDS = 90.0
-# The strikes, each with the number of the node that is hit. The first node has the key-value store.
-CASES: Mapping[str, int] = {"cut": 2, "cut-from-the-first": 0, "mute": 1, "deaf": 1, "slow-and-busy": 1}
+# The strikes, each with the number of the node that is hit, and the collective that the ranks are in. The first node
+# has the key-value store.
+CASES: Mapping[str, tuple[int, str]] = {
+    "cut": (2, "flags"),
+    "cut-from-the-first": (0, "gather"),
+    "mute": (1, "reduction"),
+    "deaf": (1, "reduction"),
+    "slow-and-busy": (1, "flags"),
+}
 
 
 def strike(kind: str, number: int, namespaces: Sequence[str], directory: Path) -> None:
@@ -49,14 +56,14 @@ def play(kind: str, directory: Path) -> list[dict[str, Any]]:
         Launch(
             "tests.integration.support.silent_ranks",
             len(HOSTS),
-            (directory, str(SILENT_SECONDS)),
+            (directory, str(SILENT_SECONDS), CASES[kind][1]),
             directory,
             namespaces=namespaces,
             master=HOSTS[0],
         ) as launch,
     ):
         wait_until(lambda: len(list(directory.glob("begun-*"))) == len(HOSTS) or not launch.is_whole, seconds=60)
-        strike(kind, CASES[kind], namespaces, directory)
+        strike(kind, CASES[kind][0], namespaces, directory)
         if kind.startswith("slow"):
             time.sleep(3 * SILENT_SECONDS)
             (directory / "end").touch()

@@ -411,10 +411,14 @@ class Collectives:
     ) -> None:
         """Run a collective in a process group: to its end for CPU tensors; for others it is put on the stream."""
         with self.within(what):
-            on_host = index in (_HOST, _CONTROL) or self.device.type == CPU
+            on_host = self._is_on_host(index)
             work = collective(*arguments, group=self._groups[index], async_op=on_host, **options)
             if work is not None:
                 self.wait_for(work)
+
+    def _is_on_host(self, index: int) -> bool:
+        """Return whether a process group is one of gloo, which moves bytes of host memory."""
+        return index in (_HOST, _CONTROL) or self.device.type == CPU
 
     def _index_for(self, tensor: torch.Tensor) -> int:
         """Return the process group for a collective of weights or gradients."""
@@ -470,8 +474,14 @@ class Collectives:
             mean: False: `partition` is of the sum, which is not divided.
         """
         with self.lanes.communicating(partition, flat), self._moving(what, flat):
-            summed = flat.div_(self.world_size) if mean else flat
-            self._run(what, self._index_for(flat), _reduce_scatter, partition, summed)
+            summed, index = flat.div_(self.world_size) if mean else flat, self._index_for(flat)
+            if self._is_on_host(index):
+                # This is what gloo's reduce_scatter does with a copy. Its wait ignores the time-out that it is given,
+                # so a rank in it would not look whether another one has gone.
+                self._run(what, index, dist.all_reduce, summed)
+                partition.copy_(summed.chunk(self.world_size)[self.rank])
+            else:
+                self._run(what, index, _reduce_scatter, partition, summed)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of rank `source`."""

@@ -1,8 +1,8 @@
 """One of some ranks that meet in collectives until the test ends them, or until one of them is silent.
 
-`python -m tests.integration.support.silent_ranks DIRECTORY SECONDS`, with torchrun's environment variables. SECONDS is
-the time after which a rank counts as silent. Each rank writes how it ended to DIRECTORY/RANK.json. The file `busy` in
-the directory makes all ranks hold Python's lock most of the time.
+`python -m tests.integration.support.silent_ranks DIRECTORY SECONDS COLLECTIVE`, with torchrun's environment variables.
+SECONDS is the time after which a rank counts as silent, and COLLECTIVE one of MEETINGS. Each rank writes how it ended
+to DIRECTORY/RANK.json. The file `busy` in the directory makes all ranks hold Python's lock most of the time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,24 @@ from trainer_client.ranks.collectives import Collectives
 BUSY_THREADS = 4
 
 
+def meet_in_flags(collectives: Collectives, end: Path) -> bool:
+    return collectives.any_rank([end.exists()])[0]
+
+
+def meet_in_gather(collectives: Collectives, _: Path) -> bool:
+    collectives.all_gather_flat(torch.empty(16 * collectives.world_size), torch.ones(16))
+    return False
+
+
+def meet_in_reduction(collectives: Collectives, _: Path) -> bool:
+    collectives.reduce_scatter(torch.empty(16), torch.ones(16 * collectives.world_size))
+    return False
+
+
+# Ranks call one of these again and again; its result is whether they end.
+MEETINGS = {"flags": meet_in_flags, "gather": meet_in_gather, "reduction": meet_in_reduction}
+
+
 def burn(busy: Path) -> None:
     while not busy.with_name("end").exists():
         if busy.exists():
@@ -32,7 +50,7 @@ def burn(busy: Path) -> None:
 
 
 def main() -> None:
-    directory, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    directory, seconds, meet = Path(sys.argv[1]), float(sys.argv[2]), MEETINGS[sys.argv[3]]
     silence.RANK_SECONDS = seconds
     dist.init_process_group("gloo")
     collectives = Collectives(torch.device("cpu"), timeout_seconds=600.0)
@@ -42,10 +60,10 @@ def main() -> None:
     while not ends and not text:
         began = time.monotonic()
         try:
-            (ends,) = collectives.any_rank([(directory / "end").exists()])
+            ends = meet(collectives, directory / "end")
         except CollectiveError as error:
             text = str(error)
-            collectives.abandon("a flag", error)
+            collectives.abandon("a meeting", error)
         (directory / f"begun-{rank}").touch()
     waited = time.monotonic() - began
     began = time.monotonic()
