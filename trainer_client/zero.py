@@ -9,21 +9,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from trainer_client import comm
 from trainer_client.config.loading import load_config
 from trainer_client.data_parallel import check_group, check_mpu
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, InPlaceChangeError
-from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
+from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay_buffers
 from trainer_client.initial.early_values import early_values
 from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status
 from trainer_client.model.owners import owner_of
@@ -69,7 +74,7 @@ class Init:
 
     Parameters and buffers are made on the meta device, and the operations that compute their initial values are
     recorded. `trainer_client.initialize` replays them later, one parameter at a time, and each rank only for its own
-    partitions.
+    partitions. Buffers have their values from the end of the context on, on the CPU.
 
         with trainer_client.zero.Init():
             model = GPT2LMHeadModel(config)
@@ -160,6 +165,7 @@ class Init:
             PrecisionPolicy.of(settings).compute_dtype if dtype is None and settings is not None else None
         )
         self._seed = seed
+        self._with_buffers = weakref.WeakSet[nn.Module]()
         self._context = ExitStack()
 
     @staticmethod
@@ -181,6 +187,9 @@ class Init:
         if self._of_parameters is not None:
             self._context.callback(register_module_parameter_registration_hook(self._round).remove)
         if RecipeRecorder.active is None:
+            # The callbacks of the context run in reverse order, so this one finds the recorder closed.
+            self._context.push(self._give_buffers)
+            self._context.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
             seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
             self._context.enter_context(RecipeRecorder(seed))
             self._context.callback(register_module_parameter_registration_hook(self._show_unavailable).remove)
@@ -189,8 +198,19 @@ class Init:
             raise ConfigError(f"zero.Init(seed={self._seed}) within zero.Init(): pass the seed to the outer one")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._context.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+
+    def _note_buffer(self, module: nn.Module, _: str, __: torch.Tensor | None) -> None:
+        self._with_buffers.add(module)
+
+    def _give_buffers(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the buffers of the modules that were built within the context their values, unless that has failed."""
+        if kind is None:
+            replay_buffers(self._with_buffers)
+        self._with_buffers.clear()
 
     def _round(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
         """Give a new parameter of a module the dtype of the config. It stays the same object, which may be tied."""

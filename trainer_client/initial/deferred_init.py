@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -331,6 +332,21 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
     with torch._C.DisableTorchFunction():
         recipe: Recipe | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
         return recipe
+
+
+def replay_buffers(modules: Iterable[nn.Module]) -> None:
+    """Give the buffers of some modules, not of their children, their values, where these have recipes.
+
+    Modules that share a buffer share its values, too.
+    """
+    # The buffers are kept beside their values, so that no other tensor gets the id of one of them.
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and recipe_of(buffer) is not None:
+                if id(buffer) not in known:
+                    known[id(buffer)] = buffer, replay(buffer)
+                module._buffers[name] = known[id(buffer)][1]
 
 
 @torch.no_grad()

@@ -248,3 +248,42 @@ def test_external_parameters_are_kept_until_there_is_an_engine() -> None:
         zero.unregister_external_parameter(second, weight)
     with pytest.raises(ConfigError, match=r"no torch\.nn\.Parameter"):
         zero.register_external_parameter(second, torch.zeros(1))  # type: ignore[arg-type]
+
+
+class Placed(nn.Module):
+    """A layer with buffers that its constructor computes, changes and shares, as rotary embeddings and masks are."""
+
+    shared: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self, other: Placed | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("angles", 10000 ** -(torch.arange(0, 8, 2, dtype=torch.int64).float() / 8))
+        self.register_buffer("mask", torch.empty(3, 3), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("shared", torch.ones(2) if other is None else other.shared)
+        self.mask.fill_(1).tril_()
+
+
+def test_buffers_have_their_values_after_the_context() -> None:
+    """Scripts move a model that from_pretrained has given values, and read its tables, before they prepare it."""
+
+    def build() -> nn.Module:
+        first = Placed()
+        return nn.Sequential(first, Placed(first))
+
+    with zero.Init(seed=1):
+        model = build()
+    expected = dict(build().named_buffers())
+    assert recipe_of(model[0].linear.weight) is not None
+    found = dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) and not found[name].is_meta for name, value in expected.items())
+    assert model[1].shared is model[0].shared
+
+
+def test_a_constructor_that_fails_within_the_context_gives_its_own_error() -> None:
+    with pytest.raises(ZeroDivisionError), zero.Init(seed=1):
+        Placed()
+        1 / 0  # noqa: B018
