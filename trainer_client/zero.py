@@ -190,8 +190,7 @@ class Init:
             # The callbacks of the context run in reverse order, so this one finds the recorder closed.
             self._context.push(self._give_buffers)
             self._context.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
-            seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
-            self._context.enter_context(RecipeRecorder(seed))
+            self._context.enter_context(self._drawing_seed() if self._seed is None else RecipeRecorder(self._seed))
             self._context.callback(register_module_parameter_registration_hook(self._show_unavailable).remove)
         elif self._seed is not None:
             self._context.close()
@@ -202,6 +201,21 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _drawing_seed(self) -> Iterator[None]:
+        """Record with a seed from torch's generator, which draws nothing if no operation in the context does.
+
+        So the order in which a script then shuffles its data is that of plain PyTorch where a model gets all its values
+        from files.
+        """
+        before = torch.get_rng_state()
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        after = torch.get_rng_state()
+        with RecipeRecorder(seed) as recorder:
+            yield
+        if not recorder.has_random and torch.equal(torch.get_rng_state(), after):
+            torch.set_rng_state(before)
 
     def _note_buffer(self, module: nn.Module, _: str, __: torch.Tensor | None) -> None:
         self._with_buffers.add(module)

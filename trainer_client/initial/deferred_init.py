@@ -183,6 +183,7 @@ class RecipeRecorder:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._is_fixed = False
+        self._has_random = False
         self._operations = 0
         self._modes = ExitStack()
 
@@ -210,6 +211,11 @@ class RecipeRecorder:
     @property
     def seed(self) -> int:
         return self._seed
+
+    @property
+    def has_random(self) -> bool:
+        """Whether an operation was recorded that draws random numbers, and so uses the seed."""
+        return self._has_random
 
     @property
     def is_fixed(self) -> bool:
@@ -272,6 +278,7 @@ class RecipeRecorder:
             overwrites=overwrites or not written,
         )
         self._operations += 1
+        self._has_random |= operation.is_random
         refs_written = [*map(_ref_to, written), *new]
         for recipe in {id(ref.recipe): ref.recipe for ref in refs_written}.values():
             recipe.writes.append(operation)

@@ -287,3 +287,16 @@ def test_a_constructor_that_fails_within_the_context_gives_its_own_error() -> No
     with pytest.raises(ZeroDivisionError), zero.Init(seed=1):
         Placed()
         1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_model_without_random_values_draws_nothing_from_the_generator(draws: bool) -> None:
+    """A loader that shuffles after from_pretrained has the order that it has without the context."""
+    before = torch.manual_seed(3).get_state()
+    with zero.Init():
+        layer = nn.Linear(2, 2) if draws else nn.Parameter(torch.empty(2, 2))
+    assert torch.equal(torch.get_rng_state(), before) != draws
+    assert recipe_of(layer.weight if isinstance(layer, nn.Linear) else layer) is not None
+    with zero.Init():
+        torch.randperm(4, device="cpu").tolist()
+    assert not torch.equal(torch.get_rng_state(), before)
