@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import nn
 
 import trainer_client
 from paramserver.contract.buffer_names import has_buffers
-from tests.integration.support.amending_ranks import Plan
+from tests.integration.support.amending_ranks import Plan, play
 from tests.integration.support.daemon import Daemon, Stores, serving
 from tests.integration.support.model_runs import config_of, optimizer_of, start
-from tests.integration.support.ranks import Launch
 from trainer_client import StoreClientSync
 from trainer_client.copying.stored_step import StoredStep
 from trainer_client.copying.verbs import backup, copy, restore
@@ -28,8 +26,6 @@ from trainer_client.model.large_buffers import LargeBuffers
 from trainer_client.transport.credentials import NO_CREDENTIALS
 
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "256MiB", "session_grace_seconds": 0.5}
-MODULE = "tests.integration.support.amending_ranks"
-END_SECONDS = 120.0
 STEPS = 6
 SIZE = 300
 
@@ -241,37 +237,28 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
         yield Stores(*daemons)
 
 
-def run(plan: Plan, directory: Path) -> tuple[list[Any], str]:
-    """Run the ranks to the moment at which they are gone; return what each has resumed with, and their output."""
-    directory.mkdir()
-    path = directory / "plan.json"
-    path.write_text(json.dumps(asdict(plan)))
-    with Launch(MODULE, len(plan.addresses), (path, directory), directory) as launch:
-        assert launch.wait(END_SECONDS) == [0] * len(plan.addresses), launch.output()
-        output = launch.output()
-    ranks = range(len(plan.addresses))
-    return [json.loads((directory / f"resumed-{rank}.json").read_text())[:2] for rank in ranks], output
+def resumed(plan: Plan, directory: Path) -> tuple[list[Any], str]:
+    """Run the ranks; return the step and the buffer's first elements that each has resumed with, and their output."""
+    found, output = play(plan, directory)
+    return [one[:2] for one in found], output
 
 
 def test_each_rank_has_its_own(stores: Stores, tmp_path: Path) -> None:
     """Each commit has the changes after the step before. Rank r adds (1, r) after each step."""
     addresses = (stores.first.address, stores.second.address)
     plan = Plan(job="job", addresses=addresses, waiting=(0, 1), steps=3, elements=100_000)
-    assert run(plan, tmp_path / "1")[0] == [[0, [0, 0]], [0, [0, 0]]]
-    resumed, output = run(plan, tmp_path / "2")
-    assert resumed == [[3, [2, 0]], [3, [2, 2]]]
+    assert resumed(plan, tmp_path / "1")[0] == [[0, [0, 0]], [0, [0, 0]]]
+    found, output = resumed(plan, tmp_path / "2")
+    assert found == [[3, [2, 0]], [3, [2, 2]]]
     assert "The script has changed buffers after its steps (bias)" in output
 
 
 def test_ranks_that_are_new_have_those_of_rank_0(model_store: str, job: str, tmp_path: Path) -> None:
     plan = Plan(job=job, addresses=(model_store,) * 2, waiting=(0, 1, 2), steps=3, elements=100_000)
-    run(plan, tmp_path / "1")
-    assert run(replace(plan, addresses=(model_store,) * 3), tmp_path / "2")[0] == [
-        [3, [2, 0]],
-        [3, [2, 2]],
-        [3, [2, 0]],
-    ]
-    assert run(replace(plan, addresses=(model_store,)), tmp_path / "3")[0] == [[6, [4, 0]]]
+    resumed(plan, tmp_path / "1")
+    three = resumed(replace(plan, addresses=(model_store,) * 3), tmp_path / "2")[0]
+    assert three == [[3, [2, 0]], [3, [2, 2]], [3, [2, 0]]]
+    assert resumed(replace(plan, addresses=(model_store,)), tmp_path / "3")[0] == [[6, [4, 0]]]
 
 
 def test_copies_and_backups_have_them(model_store: str, job: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +22,9 @@ from paramserver.contract.buffer_names import name_buffers
 from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import StoreError, StoreNotFoundError
-from trainer_client.model.large_buffers import unpacked
 from trainer_client.model.slot_table import round_up
 from trainer_client.run.stored_state import decode_for_all
+from trainer_client.run.stored_step import large_buffers_in
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, StoreSession, release, result_of
 from trainer_client.store_client.reader import Batch, TensorPart
@@ -212,15 +211,10 @@ class StepWeights:
         state = self._committed_state()
         model: Mapping[str, Any] = state.get("model") or {}
         self.aliases: Mapping[str, str] = model.get("aliases", {})
-        self.buffers: Mapping[str, torch.Tensor] = {**model.get("buffers", {}), **self._large_buffers()}
+        large = large_buffers_in(self._reader, name_buffers(0))
+        self.buffers: Mapping[str, torch.Tensor] = {**model.get("buffers", {}), **large}
         self.extra_states: Mapping[str, Mapping[str, str]] = state.get("extra_states") or {}
         self.left_out: tuple[str, ...] = tuple(model.get("left_out", ()))
-
-    def _large_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the buffers of rank 0 that have a slab of their own, by name; none if the step has no such slab."""
-        with suppress(StoreNotFoundError):
-            return unpacked(self._reader.get(name_buffers(0)))
-        return {}
 
     def _committed_state(self) -> Mapping[str, Any]:
         """Return the state in the commit of rank 0; an empty mapping if no trainer has committed the step."""

@@ -22,7 +22,7 @@ from torch import nn
 from paramserver.contract.kinds import Kind
 from paramserver.contract.progress_bars import byte_columns
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay
+from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay, replay_buffers
 from trainer_client.initial.loading import FileTensor, Found, Weights
 from trainer_client.initial.module_init import ModuleInit, ParamInitFn
 from trainer_client.model.availability import ZeroParamStatus, show_status
@@ -249,6 +249,8 @@ class InitialValues:
     @torch.no_grad()
     def _fill_buffers(self, found: Found) -> None:
         """Give values to all buffers on the meta device, and to tensors with a recipe that are plain attributes."""
+        # A model that was built in a context of zero.Init that is still open has buffers with recipes.
+        replay_buffers(self._model.modules())
         known: dict[int, torch.Tensor] = {}
         from_files = {id(self._model.get_buffer(name)) for name in found.buffers}
         for fqn, module in self._model.named_modules():
@@ -258,8 +260,6 @@ class InitialValues:
                 if id(buffer) not in known:
                     if id(buffer) in from_files:
                         known[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-                    elif recipe_of(buffer):
-                        known[id(buffer)] = replay(buffer)
                     else:
                         known[id(buffer)] = self._module_init.tensors_of(fqn)[name]
                 setattr(module, name, known[id(buffer)])

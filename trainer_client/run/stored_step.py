@@ -58,6 +58,16 @@ def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
     )
 
 
+def large_buffers_in(reader: StoreReaderSync, entry: str) -> dict[str, torch.Tensor]:
+    """Return the large buffers in an entry of a step by name; none if the step has no such entry.
+
+    It can raise StoreError.
+    """
+    with suppress(StoreNotFoundError):
+        return unpacked(reader.get(entry))
+    return {}
+
+
 class StepPart:
     """One store's part of the step, held by a reader.
 
@@ -162,8 +172,8 @@ class StoredStep:
         """
         for name in (name_buffers(rank), name_buffers(0)):
             for part in self.parts():
-                with suppress(StoreNotFoundError):
-                    return unpacked(part.reader.get(name))
+                if found := large_buffers_in(part.reader, name):
+                    return found
         return {}
 
     def client_state(self, rank: int) -> bytes | None:

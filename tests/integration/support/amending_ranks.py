@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.integration.support.model_runs import config_of, start
+from tests.integration.support.ranks import Launch
+
+END_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,18 @@ def train(plan: Plan, directory: Path, rank: int) -> None:
         if rank in plan.waiting:
             engine.wait_for_commit()
         dist.barrier()
+
+
+def play(plan: Plan, directory: Path) -> tuple[list[Any], str]:
+    """Run the ranks to the moment at which they are gone; return what each has resumed with, and their output."""
+    directory.mkdir()
+    path = directory / "plan.json"
+    path.write_text(json.dumps(asdict(plan)))
+    ranks = range(len(plan.addresses))
+    with Launch("tests.integration.support.amending_ranks", len(ranks), (path, directory), directory) as launch:
+        assert launch.wait(END_SECONDS) == [0 for _ in ranks], launch.output()
+        output = launch.output()
+    return [json.loads((directory / f"resumed-{rank}.json").read_text()) for rank in ranks], output
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import BudgetExceededError, ConflictError, NotFoundError, StepAbortedError
-from storage.shard import Kind, TierName
+from storage.shard import JobSpec, Kind, TierName
 from storage.slab import NEVER
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.paramserver.sessions.builders import (
@@ -255,12 +255,18 @@ async def test_no_more_ranks_attach_than_a_commit_waits_for(tmp_path: Path) -> N
         await join(sessions, third, spec, "another run", rank=2)
 
 
-async def test_a_run_that_has_lost_all_its_ranks_begins_anew_for_those_that_come_back(tmp_path: Path) -> None:
+async def join_two(sessions: Sessions) -> tuple[JobSpec, Session, Session]:
+    """Attach both ranks of a job; return the job and their sessions."""
     spec = replace(LAYOUT.job(), world_size=2, local_ranks=2)
+    first, second = (connect(sessions) for _ in range(2))
+    for rank, session in enumerate((first, second)):
+        await join(sessions, session, spec, rank=rank)
+    return spec, first, second
+
+
+async def test_a_run_that_has_lost_all_its_ranks_begins_anew_for_those_that_come_back(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, sessions):
-        first, second = (connect(sessions) for _ in range(2))
-        for rank, session in enumerate((first, second)):
-            await join(sessions, session, spec, rank=rank)
+        spec, first, second = await join_two(sessions)
         sessions.end(first, "no heartbeat")
         with pytest.raises(StepAbortedError, match=r"rank 0 .* of this run is gone"):
             await join(sessions, connect(sessions), spec, rank=0, comes_back=True)
@@ -275,11 +281,8 @@ async def test_a_run_that_has_lost_all_its_ranks_begins_anew_for_those_that_come
 
 async def test_a_rank_does_not_come_back_to_a_run_that_another_rank_has_left(tmp_path: Path) -> None:
     """The other rank has ended because this one was silent, and will never vote again."""
-    spec = replace(LAYOUT.job(), world_size=2, local_ranks=2)
     async with serving(tmp_path) as (_, sessions):
-        first, second = (connect(sessions) for _ in range(2))
-        for rank, session in enumerate((first, second)):
-            await join(sessions, session, spec, rank=rank)
+        spec, first, second = await join_two(sessions)
         sessions.end(first, "no heartbeat")
         sessions.end(second, "closed by the client", is_closed=True)
         with pytest.raises(StepAbortedError, match=r"rank 1 .* of this run is gone"):
