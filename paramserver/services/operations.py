@@ -45,6 +45,8 @@ MOST_JOBS_OF_AN_ERROR = 20
 class AdminParts:
     """The parts of a daemon that the methods of StoreAdmin show and change."""
 
+    # The build of the code that this daemon runs, as paramserver.build.read_build gave it at the start.
+    build: str
     engine: Engine
     sessions: Sessions
     view: StoreView

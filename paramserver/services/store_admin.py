@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from paramserver.build import read_build
 from paramserver.events import KEPT_OF_A_KIND, EventKind
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
@@ -48,7 +47,7 @@ class StoreAdmin(Operations):
         self._gate = parts.gate
         self._quotas = parts.quotas
         self._started_at = time.time()
-        self._build = read_build()
+        self._build = parts.build
 
     @needs(Right.ADMIN)
     async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
