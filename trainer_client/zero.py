@@ -30,7 +30,7 @@ from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, InPlaceChangeError
 from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay_buffers
 from trainer_client.initial.early_values import early_values
-from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status
+from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status, stay_on_moves
 from trainer_client.model.owners import owner_of
 from trainer_client.model.registered import external_parameters, registered_for
 from trainer_client.not_built import NotBuilt
@@ -236,6 +236,7 @@ class Init:
         if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
             show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
             show_part(parameter, part_of(-(-parameter.numel() // comm.get_world_size()), parameter.dtype))
+            stay_on_moves(parameter)
             if self._checks:
                 vars(parameter)[_CHECKED] = True
 

@@ -42,6 +42,29 @@ class Losses:
         owner.backward = backward
 
 
+def step_after_each_backward(clipped_to: float) -> None:
+    """Have Accelerate step without DeepSpeed where it steps with it: within `backward`, and not in the script's `step`.
+
+    With DeepSpeed, Accelerate steps after each backward outside of `accumulate`, also where the script itself calls
+    `step` only after some of them.
+    """
+    import accelerate  # noqa: PLC0415 - the script decides whether it is used
+    from accelerate.optimizer import AcceleratedOptimizer  # noqa: PLC0415
+
+    backward, step = accelerate.Accelerator.backward, AcceleratedOptimizer.step
+
+    def backward_and_step(self: accelerate.Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
+        backward(self, loss, **kwargs)
+        for optimizer in self._optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, clipped_to)
+            step(optimizer)
+            optimizer.zero_grad()
+
+    accelerate.Accelerator.backward = backward_and_step
+    AcceleratedOptimizer.step = lambda *_: None
+
+
 def main() -> None:
     words = sys.argv[1:]
     # A launcher puts the number of the rank before the other arguments.
@@ -49,6 +72,8 @@ def main() -> None:
     file, script, *arguments = words[len(of_launcher) :]
     losses = Losses(Path(file))
     sys.argv = [script, *of_launcher, *arguments]
+    if clipped_to := os.environ.get("STEP_AFTER_EACH_BACKWARD_CLIPPED_TO"):
+        step_after_each_backward(float(clipped_to))
     losses.watch(torch.Tensor, 0)
     if find_spec("deepspeed") is not None:
         import deepspeed  # noqa: PLC0415 - it is there only where the script runs over it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,10 +40,14 @@ class Glue(evaluate.Metric):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One example: its script, and the arguments of each of its starts, one after another in the same directory."""
+    """One example: its script, and the arguments of each of its starts, one after another in the same directory.
+
+    `plain_variables` are environment variables of the runs without this library.
+    """
 
     script: str
     starts: Sequence[Sequence[str]] = ((),)
+    plain_variables: Mapping[str, str] = field(default_factory=dict)
 
 
 # These examples are not for DeepSpeed: ddp_comm_hook (DDP), fsdp_with_peak_mem_tracking (FSDP), local_sgd (Accelerate
@@ -51,8 +55,12 @@ class Case:
 CASES = {
     "accumulation": Case(script="gradient_accumulation.py", starts=[["--gradient_accumulation_steps", "2"]]),
     "automatic accumulation": Case(script="automatic_gradient_accumulation.py"),
+    # This example counts its micro-batches itself, so with DeepSpeed, Accelerate steps after each of them. The launcher
+    # clips at 1.0, as the example does.
     "accumulation of tokens": Case(
-        script="gradient_accumulation_for_autoregressive_models.py", starts=[["--gradient_accumulation_steps", "2"]]
+        script="gradient_accumulation_for_autoregressive_models.py",
+        starts=[["--gradient_accumulation_steps", "2"]],
+        plain_variables={"STEP_AFTER_EACH_BACKWARD_CLIPPED_TO": "1.0"},
     ),
     "checkpoints": Case(
         script="checkpointing.py",
@@ -118,7 +126,8 @@ def train(accelerate_checkout: Path) -> Train:
         script = accelerate_checkout / "examples/by_feature" / CASES[name].script
         losses: list[float] = []
         for words in CASES[name].starts:
-            losses = run(directory, command(way, options=options), script, *words)
+            variables = CASES[name].plain_variables if way is Way.PLAIN else {}
+            losses = run(directory, command(way, options=options), script, *words, variables=variables)
         return losses
 
     return run_all

@@ -12,6 +12,8 @@ nothing more. A parameter that was built under `zero.Init` keeps its class, so i
 from __future__ import annotations
 
 import enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,8 @@ class UnavailableParameter(nn.Parameter):
         return ZeroParamStatus.NOT_AVAILABLE
 
 
+# The methods with which torch.nn.Module moves its parameters to a device.
+_MOVES = ("to", "cuda")
 _ATTRIBUTES = ("ds_active_sub_modules", "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_tensor")
 
 
@@ -49,6 +53,26 @@ def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
         own.update({"ds_id": id(parameter), "ds_shape": parameter.shape, "ds_numel": parameter.numel()})
         own["ds_persist"] = False
     own["ds_status"] = status
+    for name in _MOVES:
+        own.pop(name, None)
+
+
+def stay_on_moves(parameter: nn.Parameter) -> None:
+    """Have `module.to(device)` and `module.cuda()` leave a parameter without values, until another status is shown.
+
+    There is nothing to move: a parameter gets its values where the config puts them. torch ends such a call of a module
+    with "Cannot copy out of meta tensor". A change of the dtype is made as torch makes it.
+    """
+    vars(parameter).update({"to": partial(_to, parameter), "cuda": partial(_cuda, parameter)})
+
+
+def _to(parameter: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+    _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return parameter if dtype is None else torch.Tensor.to(parameter, dtype)
+
+
+def _cuda(parameter: nn.Parameter, *_: Any, **__: Any) -> torch.Tensor:
+    return parameter
 
 
 def part_of(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -300,3 +300,28 @@ def test_a_model_without_random_values_draws_nothing_from_the_generator(draws: b
     with zero.Init():
         torch.randperm(4, device="cpu").tolist()
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_without_values_is_moved_to_a_device_and_keeps_its_recipes() -> None:
+    def build() -> nn.Module:
+        with zero.Init(seed=5):
+            return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    model, other = build(), build()
+    parameters = list(model.parameters())
+    assert model.to("cpu") is model.to(torch.device("cpu"), torch.float32) is model.float() is model
+    assert parameters[0].cuda() is parameters[0]
+
+    assert all(before is after for before, after in zip(parameters, model.parameters(), strict=True))
+    with zero.GatheredParameters([*model.parameters(), *other.parameters()], modifier_rank=0):
+        for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter, expected)
+    # From now on there are values, so a move is torch's.
+    assert model[0].weight.to(torch.bfloat16).dtype == torch.bfloat16
+    assert not vars(model[0].weight).keys() & {"to", "cuda"}
+
+
+def test_a_model_without_values_gets_another_dtype_as_torch_gives_it() -> None:
+    with zero.Init(seed=5):
+        model = nn.Linear(3, 3)
+    assert model.to("cpu", torch.bfloat16).weight.dtype == torch.bfloat16
