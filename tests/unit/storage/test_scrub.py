@@ -11,6 +11,7 @@ import pytest
 
 from storage.errors import DamagedBlockError
 from storage.integrity import BLOCK_BYTES
+from storage.scrub import LEAST_CHARGED_BYTES
 from storage.shard import Kind
 from storage.tracing import Activity, Span
 from storage.upkeep import versions_on
@@ -79,6 +80,21 @@ async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:
                 await training.step()
                 nbytes = engine.scrubber.bytes_read
                 assert nbytes <= largest + rate * (time.monotonic() - began)
+
+
+async def test_a_small_read_counts_as_a_longer_one(tmp_path: Path) -> None:
+    """A store of many small tensors must not take a CPU to be read at its bandwidth."""
+    began, rate = time.monotonic(), 8 << 20
+    small = replace(LAYOUT, numels=(1_024,) * 8)
+    async with opened(tmp_path, scrub_bytes_per_second=rate, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, small).begin()
+        largest = max(slab.nbytes for slab in training.job.slabs())
+        assert largest < LEAST_CHARGED_BYTES
+        async with asyncio.timeout(60):
+            while engine.scrubber.bytes_read < 16 * largest:
+                await training.step()
+                reads = engine.scrubber.bytes_read / largest
+                assert reads <= 1 + rate * (time.monotonic() - began) / LEAST_CHARGED_BYTES
 
 
 async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
