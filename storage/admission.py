@@ -326,7 +326,8 @@ class Admission:
             raise BudgetExceededError(
                 f"nvme_budget {shown_size(nvme_budget_bytes)} is too small: {shown_size(used)} are in use, and the "
                 f"next steps of the jobs that train now need {shown_size(more)} besides; write at least "
-                f"{least_size(used + more)}, delete jobs or forget kept steps"
+                f"{least_size(used + more)}, delete jobs or forget kept steps "
+                "(`paramserver-admin delete-job`, `paramserver-admin forget`)"
             )
         need = self._host_need([job for job in self._jobs if job.spec.local_ranks])
         needed = host_budget_for(self._host.arena.header_bytes + need.total)

@@ -188,7 +188,7 @@ class NvmeTier:
             raise BudgetExceededError(
                 f"nvme_budget {shown_size(self.budget_bytes)} is too small: {shown_size(self.used_bytes)} are in use "
                 f"and {shown_size(need)} more are needed in {self._paths}; raise nvme_budget to at least "
-                f"{least_size(self.used_bytes + need)} or delete jobs"
+                f"{least_size(self.used_bytes + need)}, or delete jobs (`paramserver-admin delete-job`)"
             )
         self._grow(need - sum(file.usable_bytes for file in self.files))
 
@@ -352,7 +352,8 @@ class NvmeTier:
             raise BudgetExceededError(
                 f"nvme_budget {shown_size(self.budget_bytes)}: {self._paths} occupy all but "
                 f"{shown_size(max(room, 0))} of it, and {shown_size(missing)} more are needed; raise nvme_budget to "
-                f"at least {least_size(self.budget_bytes + missing - room)} or delete jobs"
+                f"at least {least_size(self.budget_bytes + missing - room)}, or delete jobs "
+                "(`paramserver-admin delete-job`)"
             )
         # Leave each file its part of the rest of the budget.
         fair = room // len(self.files) // PAGE_BYTES * PAGE_BYTES

@@ -101,7 +101,7 @@ async def test_a_move_that_leaves_its_region_is_refused_before_any_byte_moves(tm
 async def test_the_budget_is_kept_and_the_refusal_names_the_figure_that_would_do(tmp_path: Path) -> None:
     async with tier_at(tmp_path / "data", pages=10) as tier:
         await tier.allocate(7 * PAGE_BYTES)
-        with pytest.raises(BudgetExceededError, match="raise nvme_budget to at least 1MiB or") as caught:
+        with pytest.raises(BudgetExceededError, match="raise nvme_budget to at least 1MiB, or") as caught:
             await tier.allocate(5 * PAGE_BYTES)
         told = "nvme_budget 40.0 KiB is too small: 28.0 KiB are in use and 20.0 KiB more are needed in"
         assert f"{told} {path_of(tier)}; " in str(caught.value)
