@@ -89,7 +89,7 @@ class Engine(EngineMemory):
         parts.hooks.serve(self)
         self._refusals.replace_zero_grad(user.module, self._drop_gradients)
         self._remains = Remains(self, resources.apart)
-        at_exit.register(self, Engine.close_without_commit)
+        at_exit.register(self, Engine._close_after_failure)
         if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
 
@@ -647,7 +647,11 @@ class Engine(EngineMemory):
     ) -> None:
         if error is None:
             self.close()
-            return
+        else:
+            self._close_after_failure()
+
+    def _close_after_failure(self) -> None:
+        """Close the engine as `close_without_commit` does. An error of the store is only logged."""
         try:
             self.close_without_commit()
         except TrainerClientError as failure:

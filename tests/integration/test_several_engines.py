@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import weakref
 from collections.abc import Iterator
@@ -70,6 +71,26 @@ def test_a_daemon_that_has_ended_is_started_again_for_the_next_engine(tmp_path: 
             share.leave()
             share.leave()
     assert not is_served(tmp_path / "state")
+
+
+def test_a_directory_that_was_removed_beside_an_open_engine_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell of a notebook that removes its directory and makes an engine is run again."""
+    config = config_of(str(tmp_path / "state"), 3) | TRAINED
+    engine = trainer_client.initialize(model=build(), config=config)[0]
+    step(engine)
+    engine.wait_for_commit()
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(LocalDaemonError, match=r"state was removed or replaced while an open engine .*close that"):
+        trainer_client.initialize(model=build(), config=config)
+    step(engine)
+    # The end of the process closes the engine so, with one line in the log.
+    at_exit._run()
+    assert "closing the engine failed too: " in caplog.text and "lock does not lead to the file" in caplog.text
+    second = trainer_client.initialize(model=build(), config=config)[0]
+    assert second.global_steps == 0
+    second.close()
 
 
 def test_ranks_with_several_engines_share_a_daemon_and_a_process_group(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paramserver.contract.launcher import VARIABLE as LAUNCHER_VARIABLE
 from paramserver.contract.printable import printable
 from trainer_client.errors import ConfigError
 
@@ -124,7 +125,8 @@ class Ranks:
         """Run the ranks until they end, and return the exit status of the job.
 
         That is 0 if all ranks ended with 0, else the status of the rank that failed first; 128 + N if signal N ended
-        that rank, or this process. torchrun passes the signals that end this process on to the ranks.
+        that rank, or this process. torchrun passes the signals that end this process on to the ranks. SIGKILL cannot
+        be passed on, so the ranks find this process's id in a variable, and the kernel ends them with it.
         """
         # torch's launcher is imported here and not at the top, because the import takes a second, and a user with a
         # wrong option does not have to wait for it.
@@ -132,7 +134,7 @@ class Ranks:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import parse_args, run  # noqa: PLC0415
 
-        os.environ.update(self.environment)
+        os.environ.update({**self.environment, LAUNCHER_VARIABLE: str(os.getpid())})
         try:
             run(parse_args(self.torchrun_arguments()))
         except ChildFailedError as error:

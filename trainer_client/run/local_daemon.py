@@ -242,10 +242,20 @@ class LocalDaemon:
         return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
     def ensure_running(self) -> None:
-        """Start the daemon again if it has ended by itself. It can raise LocalDaemonError."""
+        """Start the daemon again if it has ended by itself.
+
+        Raises:
+            LocalDaemonError: it cannot be started, or its state directory has been removed.
+        """
         with self._starting:
             if not self._stopping and self._process.poll() is not None:
                 self._replace()
+            elif _lock_holder(self._state_dir) != str(self._process.pid):
+                raise LocalDaemonError(
+                    f"{self._state_dir} was removed or replaced while an open engine of this process uses its store "
+                    f"daemon (pid {self._process.pid}): close that engine (engine.close()) before you remove the "
+                    "directory, or give this engine another paramserver.state_dir"
+                )
 
     def _start_again(self) -> None:
         """Restart the daemon each time that it has ended by itself, for ranks that wait for the next one."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from paramserver.contract.launcher import end_with_launcher
 from paramserver.contract.open_files import raise_limit
 from trainer_client import comm, device
 from trainer_client.config.training_config import TrainingConfig
@@ -102,13 +103,14 @@ def join_processes(
     Trainer of transformers communicate within it.
 
     This also raises the process's limit of open files, because each rank that this one exchanges tensors with takes a
-    socket.
+    socket, and binds the process to the `paramserver launch` that started it, if one did.
 
     Raises:
         ConfigError: as `choose_device` and `comm.init_distributed`; the process group has one rank, and the launcher
             has started several.
     """
     raise_limit()
+    end_with_launcher()
     is_launched = "RANK" in os.environ
     if not is_launched or _NUMBER in os.environ:
         # The group is bound to the device, so the device is chosen first where the rank's number on its node is known.
