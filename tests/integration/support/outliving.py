@@ -39,8 +39,8 @@ def make_plan(
     )
 
 
-def start_daemon(plan: Plan) -> Daemon:
-    return Daemon(Path(plan.lock_file).parent, DAEMON | plan.daemon, namespace=plan.namespace)
+def start_daemon(plan: Plan, *, wait: bool = True) -> Daemon:
+    return Daemon(Path(plan.lock_file).parent, DAEMON | plan.daemon, namespace=plan.namespace, wait=wait)
 
 
 def outlive(
@@ -71,11 +71,12 @@ def outlive_all(
         with Launch(MODULE, world_size, (plan_file,), directory) as launch:
             deadline = time.monotonic() + END_SECONDS
             while not all(rank.poll() is not None for rank in launch.ranks):
-                assert time.monotonic() < deadline, launch.output()
+                assert time.monotonic() < deadline, launch.output() + daemon.log
                 if any(rank.poll() for rank in launch.ranks):
                     break
                 if daemon.process.poll() is not None:
-                    daemon = start_daemon(plans[0])
+                    # A rank may kill this daemon as soon as it serves, and so before a wait for it has ended.
+                    daemon = start_daemon(plans[0], wait=False)
                 beside(daemon, launch)
                 time.sleep(0.005)
             codes = launch.wait(END_SECONDS)
