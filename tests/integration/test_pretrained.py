@@ -37,8 +37,11 @@ def test_a_model_that_is_loaded_at_stage_3_trains_as_plain(found: dict[str, dict
     assert ours == plain
 
 
-def test_the_trainer_tunes_a_pretrained_model_in_a_process_that_no_launcher_has_started(tmp_path: Path) -> None:
-    """As with DeepSpeed it has a process group of one rank, without which the Trainer fails at its first log."""
+def test_trainers_tune_a_pretrained_model_in_a_process_that_no_launcher_has_started(tmp_path: Path) -> None:
+    """As with DeepSpeed they have a process group of one rank, without which a Trainer fails at its first log.
+
+    A second Trainer begins anew beside the first one's engine, and a third one resumes; nothing closes an engine.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in NUMBERED}
     results = []
     started = []
@@ -58,5 +61,6 @@ def test_the_trainer_tunes_a_pretrained_model_in_a_process_that_no_launcher_has_
 
     assert [status for _, status in ended] == [0, 0], "\n".join(output[-3000:] for output, _ in ended)
     ours, plain = (json.loads(result.read_text()) for result in results)
-    assert len(ours) == 3
+    assert [len(losses) for losses in ours] == [3, 3, 3]
+    assert ours[0] == ours[1]
     assert ours == plain

@@ -1,7 +1,9 @@
 """A script with the Trainer of transformers that tunes a pretrained model with new tokens, as its users write it.
 
 `finetuning_script.py DIRECTORY RESULT.json [STATE_DIR]` saves a small GPT-2, names the stage-3 config (with STATE_DIR)
-or none in the Trainer's arguments, loads the model, gives it rows for new tokens, and trains it. It writes the losses.
+or none in the Trainer's arguments, loads the model, gives it rows for new tokens, and trains it. It does so three times
+in one process: the second Trainer begins anew, and the third one resumes from a checkpoint. It writes three lists of
+losses.
 """
 
 from __future__ import annotations
@@ -54,13 +56,19 @@ def main(directory: Path, result: Path, state_dir: str | None = None) -> None:
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     GPT2LMHeadModel(shape).save_pretrained(directory / "model")
+    runs = [losses_of(directory, state_dir, resume=resume) for resume in (False, False, True)]
+    result.write_text(json.dumps(runs))
+
+
+def losses_of(directory: Path, state_dir: str | None, *, resume: bool) -> list[float]:
+    """Train a model of its own with a Trainer of its own, which closes nothing, and return the losses of its steps."""
     arguments = TrainingArguments(
         output_dir=str(directory / "trainer"),
         per_device_train_batch_size=4,
         max_steps=3,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=2,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -72,8 +80,8 @@ def main(directory: Path, result: Path, state_dir: str | None = None) -> None:
     with torch.no_grad(), writable(embedding, at_stage_3=state_dir is not None):
         embedding[50:] = embedding[:50].mean(0)
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
-    trainer.train()
-    result.write_text(json.dumps([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    trainer.train(resume_from_checkpoint=str(directory / "trainer/checkpoint-2") if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":
