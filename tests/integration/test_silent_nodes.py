@@ -30,6 +30,8 @@ CASES: Mapping[str, tuple[int, str]] = {
     "cut-from-the-first": (0, "gather"),
     "mute": (1, "reduction"),
     "deaf": (1, "reduction"),
+    "cut-at-the-end": (2, "end"),
+    "cut-in-a-wait": (2, "wait"),
     "slow-and-busy": (1, "flags"),
 }
 

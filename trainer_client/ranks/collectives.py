@@ -159,6 +159,8 @@ class Collectives:
         self._gone: tuple[str, float] | None = None
         # The collective in which this rank has failed, and the error, as text; None if it has not failed.
         self._abandoned: str | None = None
+        # Whether a collective has failed for this rank. It may be under way still, as with a rank that is silent.
+        self._has_failed = False
         if self.world_size > 1:
             self._groups = _make_groups(device, timedelta(seconds=timeout_seconds))
             # The clone is a connection of its own, so that the watch and the training never wait for each other.
@@ -177,10 +179,13 @@ class Collectives:
         if self._pulse is not None:
             self._pulse.close()
         groups, self._groups = self._groups, []
-        for group in dict.fromkeys(groups):
-            # The error occurs if the script has left all groups before, as torch recommends for its end.
-            with suppress(ValueError):
-                dist.destroy_process_group(group)
+        if self._has_failed:
+            self._end_beside_this(groups, abort=self.device.type != CPU)
+        else:
+            for group in dict.fromkeys(groups):
+                # The error occurs if the script has left all groups before, as torch recommends for its end.
+                with suppress(ValueError):
+                    dist.destroy_process_group(group)
         self.leave_beside()
         for ending in self._ending:
             # gloo ends a process with SIGABRT that exits while groups are being destroyed. The wait is short, because
@@ -294,6 +299,7 @@ class Collectives:
     def _failure(self, what: str, begun: float, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that was begun at a time of time.monotonic() and has failed."""
         assert self._watch is not None
+        self._has_failed = True
         # The frames of the failed call refer to its process group, and live as long as the error. The last reference to
         # a group has to go on the thread that ends the groups, because gloo may wait for a lost node then. The thread
         # that trains waited 80 s and more for one (tests/integration/test_silent_nodes.py).
@@ -370,6 +376,21 @@ class Collectives:
         except RuntimeError as error:
             raise self._failure(what, begun, error) from None
         return int(lowest)
+
+    def require_others(self, what: str, begun: float) -> None:
+        """Check that no other rank has gone, for a thread beside the training that waits for something else.
+
+        Args:
+            what: name of the wait in messages.
+            begun: when it was begun, in seconds of time.monotonic().
+
+        Raises:
+            CollectiveError: the daemon or the pulse says that another rank has gone.
+        """
+        try:
+            self._check_others()
+        except _RankGoneError as error:
+            raise self._failure(what, begun, error) from None
 
     def leave_beside(self) -> None:
         """Leave the process group of `lowest_beside`, so that calls of other ranks fail that wait for this one.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 _PROGRAM = Path(__file__).parents[1] / "copying" / "follow.py"
 _RESTART_SECONDS = 5.0
+# A wait for a replica looks this often whether it is to end.
+_LOOK_SECONDS = 0.5
 
 
 def choose_holders(
@@ -101,19 +103,32 @@ class FollowerProcess:
         self._process = self._start()
         threading.Thread(target=carried(self._listen), name="paramserver-follower", daemon=True).start()
 
-    def wait(self, step: int, timeout_seconds: float) -> None:
+    def wait(self, step: int, timeout_seconds: float, check: Callable[[], None]) -> None:
         """Wait until the holder has a step, or `stop_waiting` is called.
 
-        Raise StoreUnavailableError after the time-out.
+        Args:
+            step: the number of the step.
+            timeout_seconds: how long this waits.
+            check: is called again and again, and raises to end the wait.
+
+        Raises:
+            StoreUnavailableError: the holder does not have the step in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._has(step) or self._is_left, timeout_seconds):
+        deadline = time.monotonic() + timeout_seconds
+        while not self._is_there(step, min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            check()
+            if time.monotonic() >= deadline:
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
                     f"step {step} is committed, but after {timeout_seconds:.0f} s the daemon at {self.holder} does not "
                     f"hold it ({self._problem or 'the copy is under way'}): start that daemon, or set "
                     'paramserver.durability to "step" to train on without it',
                 )
+
+    def _is_there(self, step: int, seconds: float) -> bool:
+        """Wait until the holder has a step, and return whether it has it then, or `wait` is to wait no longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._has(step) or self._is_left, seconds)
 
     def stop_waiting(self) -> None:
         """Have `wait` return at once from now on."""
@@ -230,19 +245,21 @@ class Replicas:
         self._committed: int | None = None
 
     def note_commit(self, step: int) -> None:
-        """Take note of a settled step, and wait for the replicas if the durability asks for that.
+        """Take note of a settled step."""
+        self._committed = step
+
+    def wait(self, step: int, check: Callable[[], None]) -> None:
+        """Wait until all replicas have a step. `check` is called again and again, and raises to end the wait.
 
         Raises:
             StoreUnavailableError: a replica does not have the step in time.
         """
-        self._committed = step
-        if self.are_waited_for:
-            deadline = time.monotonic() + self._timeout_seconds
-            for follower in self._followers:
-                follower.wait(step, max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + self._timeout_seconds
+        for follower in self._followers:
+            follower.wait(step, max(0.0, deadline - time.monotonic()), check)
 
     def stop_waiting(self) -> None:
-        """Have `note_commit` wait no longer, because the run ends."""
+        """Have `wait` return at once from now on, because the run ends."""
         for follower in self._followers:
             follower.stop_waiting()
 

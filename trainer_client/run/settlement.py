@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 
 import grpc
 
@@ -225,9 +227,12 @@ class Settlement:
             self._store.settle_step(step)
         self._replicas.note_commit(step)
         if self._replicas.are_waited_for:
+            what += " at the replicas"
+            # A holder may be the node of a rank that is lost, and then the commit is not waited for until it is back.
+            self._replicas.wait(step, partial(self._collectives.require_others, what, time.monotonic()))
             # The wait for the replicas ends early at the end of the run.
             self._check_open()
-            self._collectives.lowest_beside(step, f"{what} at the replicas", self._check_open)
+            self._collectives.lowest_beside(step, what, self._check_open)
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -37,8 +37,26 @@ def meet_in_reduction(collectives: Collectives, _: Path) -> bool:
     return False
 
 
+def meet_at_the_end(collectives: Collectives, _: Path) -> bool:
+    collectives.barrier("the end of the run")
+    return False
+
+
+def wait_beside(collectives: Collectives, end: Path) -> bool:
+    """Wait for something else than the other ranks, as a thread does for replicas."""
+    time.sleep(0.05)
+    collectives.require_others("a wait", time.monotonic())
+    return end.exists()
+
+
 # Ranks call one of these again and again; its result is whether they end.
-MEETINGS = {"flags": meet_in_flags, "gather": meet_in_gather, "reduction": meet_in_reduction}
+MEETINGS = {
+    "flags": meet_in_flags,
+    "gather": meet_in_gather,
+    "reduction": meet_in_reduction,
+    "end": meet_at_the_end,
+    "wait": wait_beside,
+}
 
 
 def burn(busy: Path) -> None:
@@ -63,7 +81,9 @@ def main() -> None:
             ends = meet(collectives, directory / "end")
         except CollectiveError as error:
             text = str(error)
-            collectives.abandon("a meeting", error)
+            # A run whose last barrier fails has committed all steps, so it only closes the collectives.
+            if meet is not meet_at_the_end:
+                collectives.abandon("a meeting", error)
         (directory / f"begun-{rank}").touch()
     waited = time.monotonic() - began
     began = time.monotonic()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer_client.errors import CollectiveError, StoreUnavailableError
 from trainer_client.run import replicas
 from trainer_client.run.replicas import FollowerProcess
 
@@ -45,6 +46,26 @@ def test_a_follower_that_ended_in_the_middle_of_a_line_is_started_as_soon_as_tha
             time.sleep(0.01)
         assert "the follower ended with 9" in caplog.text
         python.symlink_to(real)
-        follower.wait(2, 30)
+        follower.wait(2, 30, lambda: None)
+    finally:
+        follower.stop()
+
+
+def test_a_wait_for_a_replica_ends_when_the_run_cannot_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "follow.py"
+    program.write_text("import sys; sys.stdin.read()")
+    monkeypatch.setattr(replicas, "_PROGRAM", program)
+    follower = FollowerProcess("", "b:1")
+
+    def check() -> None:
+        raise CollectiveError("another rank has gone")
+
+    try:
+        with pytest.raises(CollectiveError, match="another rank"):
+            follower.wait(1, 600, check)
+        with pytest.raises(StoreUnavailableError, match="step 1 is committed, but after 0 s the daemon at b:1 does"):
+            follower.wait(1, 0, lambda: None)
+        follower.stop_waiting()
+        follower.wait(1, 600, check)
     finally:
         follower.stop()
