@@ -144,6 +144,31 @@ def init_distributed(
         log.info("torch.distributed is initialised: %d ranks, backend %s", dist.get_world_size(), backend)
 
 
+def join_if_possible(*, port: int = DEFAULT_PORT, required: bool | None = None, verbose: bool = True) -> None:
+    """Join the process group of this run as `init_distributed` does, or none where a process alone cannot make one.
+
+    gloo needs the loopback interface also for a group of one rank, and a namespace without a network has none. Such a
+    group is for programs that communicate within it, such as the Trainer of transformers; an engine needs none.
+
+    Args:
+        port: the port of rank 0, if the environment has no MASTER_PORT.
+        required: whether the caller asks for a group, so that one that cannot be made is an error. False is a
+            statement that there is one already.
+        verbose: whether rank 0 writes a line to the log.
+
+    Raises:
+        ConfigError: what `init_distributed` raises.
+        RuntimeError: the group of a launched rank, or one that is required, cannot be made.
+    """
+    try:
+        init_distributed(distributed_port=port, dist_init_required=required, verbose=verbose)
+    except RuntimeError as error:
+        if "RANK" in os.environ or required:
+            raise
+        reason = str(error).partition("\n")[0]
+        log.warning("this process makes no process group of one rank, which some programs need: %s", reason)
+
+
 def _join(
     backend: str, port: int, timeout: timedelta | None, init_method: str | None, rank: int, world_size: int
 ) -> None:
@@ -211,8 +236,8 @@ def contradiction(world_size: int, environ: Mapping[str, str]) -> str | None:
 
 
 def require_launched_group() -> None:
-    """Raise ConfigError if the process group that is there contradicts the launcher."""
-    if problem := contradiction(dist.get_world_size(), os.environ):
+    """Raise ConfigError if the process group, if there is one, contradicts the launcher."""
+    if dist.is_initialized() and (problem := contradiction(dist.get_world_size(), os.environ)):
         raise ConfigError(problem)
 
 

@@ -155,7 +155,7 @@ class Init:
         source = config if config is not None else config_dict_or_path
         settings = None if source is None else load_config(source, os.environ)
         if enabled:
-            comm.init_distributed()
+            comm.join_if_possible()
             comm.require_launched_group()
         self._checks = settings is not None and settings.zero_optimization.enable_sanity_checks
         self._enabled = enabled

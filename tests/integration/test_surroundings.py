@@ -53,7 +53,7 @@ class Surrounding:
         shell: a script that runs the program "$@" in the shell's own process; $0 is a directory.
         empty: whether the environment has no variables but `variables`.
         state_dir: the name of the state directory.
-        needs_namespace: whether the shell makes a mount namespace, which some systems forbid.
+        needs_namespace: whether the shell makes a namespace, which some systems forbid.
     """
 
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -132,6 +132,7 @@ FOR_TRAINERS = {
         empty=True, shell=f"cd /proc; ulimit -n 256; {OPTIMISED}"
     ),
     "all streams closed": FOR_DAEMONS["all streams closed"],
+    "no network, not even loopback": Surrounding(shell='exec unshare --net "$@"', needs_namespace=True),
 }
 
 

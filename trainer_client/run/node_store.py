@@ -116,11 +116,10 @@ def join_processes(
         # The group is bound to the device, so the device is chosen first where the rank's number on its node is known.
         choose_device(settings)
     if not dist.is_initialized() and (is_launched or required is not False):
-        comm.init_distributed(distributed_port=port, dist_init_required=required, verbose=is_launched)
+        comm.join_if_possible(port=port, required=required, verbose=is_launched)
         _joined.take_over()
     _joined.share(processes)
-    if dist.is_initialized():
-        comm.require_launched_group()
+    comm.require_launched_group()
     return choose_device(settings)
 
 
