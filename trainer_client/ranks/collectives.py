@@ -159,7 +159,7 @@ class Collectives:
         self._gone: tuple[str, float] | None = None
         # The collective in which this rank has failed, and the error, as text; None if it has not failed.
         self._abandoned: str | None = None
-        # Whether a collective has failed for this rank. It may be under way still, as with a rank that is silent.
+        # Whether a collective of `_groups` has failed. It may be under way still, as with a rank that is silent.
         self._has_failed = False
         if self.world_size > 1:
             self._groups = _make_groups(device, timedelta(seconds=timeout_seconds))
@@ -294,12 +294,12 @@ class Collectives:
                 yield
         # torch.distributed raises no narrower class for gloo.
         except RuntimeError as error:
+            self._has_failed = True
             raise self._failure(what, begun, error) from None
 
     def _failure(self, what: str, begun: float, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that was begun at a time of time.monotonic() and has failed."""
         assert self._watch is not None
-        self._has_failed = True
         # The frames of the failed call refer to its process group, and live as long as the error. The last reference to
         # a group has to go on the thread that ends the groups, because gloo may wait for a lost node then. The thread
         # that trains waited 80 s and more for one (tests/integration/test_silent_nodes.py).
