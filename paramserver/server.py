@@ -158,8 +158,6 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
         numa.stay_on(config.numa_node)
     quotas = Quotas(config.quotas)
     events = EventLog()
-    # The digest reads all files of the code, so it is made on a thread. On the event loop it would be a stall.
-    build = await asyncio.to_thread(read_build)
     engine = await Engine.open(
         EngineConfig(
             state_dir=config.state_dir,
@@ -201,14 +199,13 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
             lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget),
             lambda changed: engine.lent.resize(changed.lend_budget, changed.lend_per_borrower),
         )
-        await _serve(config, configuration, build, engine, quotas, events, credentials, tokens, stop, cleanup)
+        await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
     log.info("stopped")
 
 
 async def _serve(
     config: DaemonConfig,
     configuration: Configuration,
-    build: str,
     engine: Engine,
     quotas: Quotas,
     events: EventLog,
@@ -260,7 +257,8 @@ async def _serve(
     audit = Audit(*_audit_logs(config), events)
     tell_ready = partial(_tell_ready, health_service)
     parts = AdminParts(
-        build=build,
+        # The digest reads all files of the code, so it is made on a thread. On the event loop it would be a stall.
+        build=await asyncio.to_thread(read_build),
         engine=engine,
         sessions=sessions,
         view=view,

@@ -357,7 +357,8 @@ class EngineStates(EngineCore):
                 self._go_on_from(progress, loaded.run_state["user"])
             self._commit_change()
         if self._collectives.rank == 0:
-            log.info("loaded %s: the next step is %d", loaded.path, self.global_steps + 1)
+            # A start has said from which step it goes on, and that is no longer true.
+            log.warning("paramserver: loaded %s: the next step is %d", loaded.path, self.global_steps + 1)
         return loaded.path, loaded.client_state
 
     # These methods read and change the states of single parameters.

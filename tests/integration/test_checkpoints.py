@@ -52,7 +52,9 @@ def assert_equal_weights(engine: Engine, expected: dict[str, torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str, tmp_path: Path, half: bool) -> None:
+def test_a_loaded_run_has_the_bits_of_the_one_that_saved(
+    address: str, job: str, tmp_path: Path, half: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(3)
     with start(config_of(address, job, half=half)) as engine:
         list(steps(engine, SAVED_AT))
@@ -69,6 +71,8 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
             again = engine if target == "here" else start(config_of(address, f"{job}-new", half=half))
             path, state = again.load_checkpoint(tmp_path)
             assert path == str(tmp_path / f"global_step{SAVED_AT}" / MANIFEST)
+            assert f"paramserver: loaded {path}: the next step is {SAVED_AT + 1}" in caplog.text
+            caplog.clear()
             assert state is not None and (state["epoch"], state["pair"]) == (2, (1, "a"))
             assert torch.equal(state["best"], torch.tensor([1.5]))
             assert (again.global_steps, again.client_state) == (SAVED_AT, {"cursor": SAVED_AT})

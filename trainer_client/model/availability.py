@@ -3,6 +3,7 @@
 This module owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the
 dtype mean something, `ds_persist`, which is always False, because no parameter stays whole for its size alone, and
 `ds_active_sub_modules`, which is for callers that clear it. Nothing of this library reads them.
+It also owns the methods with which a module moves parameters that were built under `zero.Init` and have no values.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
 of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs

@@ -243,8 +243,6 @@ class Checkpoints:
             state.refill()
             note_new_values(state.group.parameters)
         give_buffers(self._user.module, loaded.buffers)
-        if self._collectives.rank == 0:
-            log.warning("paramserver: goes on from step %d, of %s", manifest.global_steps, Path(loaded.path).parent)
 
     def _encoded_buffers(self, run_state: bytes, *, is_within_step: bool) -> str:
         """Return all buffers of the model, encoded: those of the run state, and the larger ones of this moment."""

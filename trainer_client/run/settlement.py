@@ -228,7 +228,7 @@ class Settlement:
         self._replicas.note_commit(step)
         if self._replicas.are_waited_for:
             what += " at the replicas"
-            # A holder may be the node of a rank that is lost, and then the commit is not waited for until it is back.
+            # A holder may be the daemon of a node that is lost with its rank. The run ends then, and so does this wait.
             self._replicas.wait(step, partial(self._collectives.require_others, what, time.monotonic()))
             # The wait for the replicas ends early at the end of the run.
             self._check_open()
