@@ -18,21 +18,23 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 GLOSSARY = ROOT / "docs/glossary.md"
 # A paragraph with more words is easier to read as a list, or as two paragraphs.
 MOST_WORDS = 90
-# The README before this heading is one screen: it says what the project is, and how to try it.
-FIRST_SCREEN = "## Your own training loop"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+def without_code(page: Path) -> str:
+    """Return the text of a page without code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def prose(page: Path) -> str:
     """Return the text of a page without code blocks, and without the sections that a benchmark writes."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", without_code(page), flags=re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
     """Return the names under which GitHub finds the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -79,10 +81,7 @@ def test_every_file_and_test_that_a_page_names_is_there(page: Path) -> None:
 
 @each_page
 def test_paragraphs_are_short(page: Path) -> None:
-    text = prose(page)
-    if FIRST_SCREEN in text:
-        text = text.split(FIRST_SCREEN, maxsplit=1)[1]
-    words = {paragraph[:60]: len(paragraph.split()) for paragraph in paragraphs(text)}
+    words = {paragraph[:60]: len(paragraph.split()) for paragraph in paragraphs(prose(page))}
 
     assert {beginning: count for beginning, count in words.items() if count > MOST_WORDS} == {}
 

@@ -1,5 +1,5 @@
 """The README and the pages on the daemon and the directories are true: the example runs and resumes, and the tables
-list the keys, commands and directories that there are."""
+list the keys, commands and directories that there are. The README stays short enough to be read at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from paramserver.admin import cli as admin_cli
@@ -21,9 +20,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DAEMON = (ROOT / "docs" / "daemon.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("storage", "paramserver", "trainer_client")
+# The README says what the project is, why, and where to read on. What is longer belongs in a page of docs.
+MOST_LINES = 150
 
 
-def section(heading: str, page: str = README) -> str:
+def section(heading: str, page: str) -> str:
     """Return the text under a heading of a page, up to the next heading of its level or above."""
     level = len(heading) - len(heading.lstrip("#"))
     after = page.split(f"\n{heading}\n", maxsplit=1)[1]
@@ -96,14 +97,21 @@ def test_the_overhead_of_the_daemon_is_stated_as_the_tests_hold_it() -> None:
     assert limits == {build: [at.private_bytes, at.mapped_bytes] for build, at in STATED_OVERHEADS.items()}
 
 
-@pytest.mark.parametrize("verb", ["tiers", "jobs", "shards", "sessions", "delete-job"])
-def test_the_admin_commands_exist(verb: str) -> None:
-    assert f"paramserver-admin {verb}" in section("## The daemon")
-    assert CliRunner().invoke(admin_cli.app, [verb, "--help"]).exit_code == 0
+def test_the_admin_commands_of_the_picture_exist() -> None:
+    (verbs,) = re.findall(r"paramserver-admin ([a-z |-]+)", section("## The parts", README))
+
+    assert len(verbs.split(" | ")) > 3
+    for verb in verbs.split(" | "):
+        assert CliRunner().invoke(admin_cli.app, [verb, "--help"]).exit_code == 0
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+def test_the_readme_is_short_and_begins_with_figures_that_have_a_page_and_a_date() -> None:
+    rows = re.findall(r"^\| \*\*.*", section("## Why", README), flags=re.MULTILINE)
 
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert README.count("\n") <= MOST_LINES
+    assert len(rows) == 4
+    for row in rows:
+        measured, where = row.strip("| ").split(" | ")[1:]
+        assert re.search(r"\d", measured), row
+        assert "](" in where, row
+        assert re.search(r"20\d\d-\d\d-\d\d", where), row

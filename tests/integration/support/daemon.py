@@ -65,7 +65,7 @@ class Overhead:
         return f"{self.private_bytes / 1e6:.0f} MB private and {self.mapped_bytes / 1e6:.0f} MB mapped"
 
 
-# The limits that the README states for each build of torch. `import torch` loads all libraries that its build has.
+# The limits that docs/daemon.md states for each build of torch. `import torch` loads all libraries that its build has.
 STATED_OVERHEADS = {
     "CPU": Overhead(private_bytes=240 * MIB, mapped_bytes=192 * MIB),
     "CUDA": Overhead(private_bytes=384 * MIB, mapped_bytes=640 * MIB),
