@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from paramserver.admin import cli as admin_cli
 from paramserver.config import DaemonConfig, load_config
 from tests.integration.support.daemon import MIB, STATED_OVERHEADS
+from tests.unit.test_docs import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DAEMON = (ROOT / "docs" / "daemon.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PACKAGES = ("storage", "paramserver", "trainer_client")
 # The README says what the project is, why, and where to read on. What is longer belongs in a page of docs.
 MOST_LINES = 150
 
@@ -80,14 +80,9 @@ def test_the_config_file_that_the_daemons_page_shows_is_valid(tmp_path: Path) ->
     assert load_config(path, {}).host_budget == 64 << 30
 
 
-def test_the_table_of_parts_names_every_package() -> None:
-    first_column = "".join(re.findall(r"^\|([^|]*)\|", section("## The directories", ARCHITECTURE), flags=re.MULTILINE))
-    named = re.findall(r"`([\w/]+)`", first_column)
-    packages = {init.parent.relative_to(ROOT) for name in PACKAGES for init in ROOT.glob(f"{name}/**/__init__.py")}
-
-    assert [name for name in named if not (ROOT / name).is_dir()] == []
-    # The table names the generated package in the row of the files from which protoc generates it.
-    assert {str(package) for package in packages} - set(named) == {"paramserver/v1"}
+def test_the_table_of_directories_names_each_of_them() -> None:
+    """The packages in them are rooms, which tests/unit/test_docs.py compares."""
+    assert sorted(keys_of_table(section("## The directories", ARCHITECTURE))) == sorted([*FOLDERS, "deploy"])
 
 
 def test_the_overhead_of_the_daemon_is_stated_as_the_tests_hold_it() -> None:

@@ -8,6 +8,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import OPTIMIZERS
 from paramserver.vocabulary import KIND_FROM_WIRE
 from storage.shard import MAX_OPTIMIZER_STATES, OPTIMIZER_STATES
+from trainer_client.exchange.checkpoint import STATE_KINDS
 
 FIELDS = HyperParameters.DESCRIPTOR.oneofs_by_name["optimizer"].fields
 
@@ -26,3 +27,4 @@ def test_the_states_of_the_optimizers_are_those_that_the_engine_knows() -> None:
     states = [[KIND_FROM_WIRE[kind] for kind in optimizer.states] for optimizer in OPTIMIZERS.values()]
     assert {kind for kinds in states for kind in kinds} == OPTIMIZER_STATES
     assert max(map(len, states)) == MAX_OPTIMIZER_STATES
+    assert {kind.value for kind in OPTIMIZER_STATES} == set(STATE_KINDS), "imports read the states of all optimizers"
