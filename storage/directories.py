@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
-import aiofiles.os
 
 from storage import syscalls
 from storage.catalog.catalog import Catalog
@@ -246,16 +245,7 @@ async def _read_label(directory: Path) -> dict[str, Any] | None:
 
 async def _write_label(directory: Path, label: Mapping[str, Any]) -> None:
     """Write a label atomically and sync it to the device."""
-    path, unfinished = directory / LABEL, directory / f"{LABEL}.unfinished"
-    try:
-        async with aiofiles.open(unfinished, "w") as file:
-            await file.write(json.dumps(label) + "\n")
-            await file.flush()
-            await asyncio.to_thread(syscalls.sync_data, file.fileno(), unfinished)
-        await aiofiles.os.replace(unfinished, path)
-    except OSError as error:
-        raise DeviceError(f"cannot write {path}: {error.strerror}; let this user write there") from error
-    await asyncio.to_thread(syscalls.sync_directory, directory)
+    await asyncio.to_thread(syscalls.replace_file, directory / LABEL, f"{json.dumps(label)}\n".encode())
 
 
 def _is_same(directory: Path, other: Path) -> bool:

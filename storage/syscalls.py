@@ -572,6 +572,29 @@ def sync_data(fd: int, path: Path) -> None:
     reach(Failpoint.DATA_SYNCED)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file that is on the device before it has its name; its name is there when this returns.
+
+    A failure or a crash before that leaves the former file.
+
+    Raises:
+        DiskFullError, DeviceError: the file cannot be written, or it or its directory cannot be synced.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            sync_data(file.fileno(), path)
+        unfinished.replace(path)
+    except OSError as error:
+        raise DeviceError(f"cannot write {path}: {error.strerror}; let this user write there") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Sync the directory's entries to the device.
 

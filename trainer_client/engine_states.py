@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import IO, Any, Unpack
 
 import torch
 from torch import nn
 
 from paramserver.contract.capabilities import AMENDED_STEPS
+from paramserver.contract.durable_files import make_directory, replace
 from trainer_client.access import ParameterKey, StateDictNames, StateShard
 from trainer_client.engine_core import EngineCore
 from trainer_client.errors import ConfigError
@@ -199,7 +200,7 @@ class EngineStates(EngineCore):
         """Write the weights as forward computes with them to a file that `torch.load` reads. All ranks must call this.
 
         Rank 0 writes, and needs host memory for all of these weights. Tied names share one tensor in the file. The file
-        is complete when it appears, because it is renamed at the end.
+        is complete when it appears, because it is synced and renamed at the end.
 
         Args:
             save_dir: directory of the file, made if need be.
@@ -601,13 +602,14 @@ class EngineStates(EngineCore):
 
 def _save(weights: Mapping[str, Any], path: Path) -> None:
     """Write a file of `torch.save`, which appears at `path` when it is complete. It can raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        torch.save(weights, part)
-        part.replace(path)
-    except RuntimeError as error:
-        # torch reports a full disk so.
-        raise OSError(f"{path} cannot be written: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            torch.save(weights, file)
+        except RuntimeError as error:
+            # If a write fails, torch.save replaces its error by one about the unfinished file.
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) else OSError(f"{path} cannot be written: {error}") from None
+
+    make_directory(path.parent)
+    replace(path, write)

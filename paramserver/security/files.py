@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from paramserver.contract.directories import sync_directory
+from paramserver.contract.durable_files import replace
 
 # A file's inode, size and time of the last change; a new file or new contents change at least one of them.
 Fingerprint = tuple[int, int, int]
@@ -27,20 +27,15 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     """
     path = target_of(path)
     former = _status(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if former is not None:
-                _keep_owner(descriptor, former, path)
-            os.fchmod(descriptor, mode if former is None else stat.S_IMODE(former.st_mode))
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_name(path.parent)
+
+    def write(file: IO[bytes]) -> None:
+        if former is not None:
+            _keep_owner(file.fileno(), former, path)
+        os.fchmod(file.fileno(), mode if former is None else stat.S_IMODE(former.st_mode))
+        file.write(content)
+
+    # The file may hold a secret, so no other user may read it before it has its mode.
+    replace(path, write, mode=0o600)
 
 
 def target_of(path: Path) -> Path:
@@ -53,15 +48,6 @@ def target_of(path: Path) -> Path:
         # This raises for a loop. There, `resolve` raises RuntimeError with Python 3.11 and 3.12, and nothing with 3.13.
         path.stat()
     return path.resolve()
-
-
-def _sync_name(directory: Path) -> None:
-    try:
-        sync_directory(directory)
-    except OSError as error:
-        text = "the new contents are there, but a loss of power may bring the old ones back, because the directory "
-        text += f"cannot be synced ({error.strerror}); run `sync`"
-        raise OSError(error.errno, text, str(directory)) from error
 
 
 def _keep_owner(descriptor: int, former: os.stat_result, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,6 +14,16 @@ ROOT = Path(__file__).parents[2]
 CLIENT_CODE = ("paramserver", "trainer_client", "benchmarks", "examples", "tests")
 # The module that makes channels, and the test that shows what gRPC does with a channel that another module makes.
 CHANNELS = (ROOT / "paramserver/contract/channel.py", ROOT / "tests/integration/test_proxies.py")
+# The modules that sync and rename files. Those of `storage` and of the rest cannot share one, because `storage` imports
+# nothing of `paramserver`, and the client nothing of `storage`.
+DURABLE = ("storage/syscalls.py", "paramserver/contract/durable_files.py")
+# These modules rename a socket and a log that is complete, so no bytes must be on the disk first. The third one
+# replaces quotas in memory.
+NOT_PUBLISHED = (
+    "paramserver/process/socket_file.py",
+    "paramserver/process/audit_log.py",
+    "paramserver/services/configuration.py",
+)
 
 # Each package's rooms (subpackages and modules), floor by floor from the ground. A room imports rooms of lower floors
 # only, so that a change to it can break nothing below. A new room goes on the lowest floor that this rule allows.
@@ -177,3 +188,16 @@ def test_every_channel_is_made_where_proxies_of_the_environment_are_refused() ->
                     if node.func.attr in ("insecure_channel", "secure_channel") and "NO_PROXY" not in call:
                         found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {call}")
     assert found == []
+
+
+def test_files_are_synced_and_renamed_where_one_test_makes_that_fail() -> None:
+    """`tests/unit/test_durable_files.py` has the faults, and their effect on each published file."""
+    # `replace` of a path has one argument, and that of a text has two.
+    call = re.compile(r"\bf(?:data)?sync\(|\.rename\(|\.replace\([\w.]+\)")
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("storage", "paramserver", "trainer_client")
+        for path in (ROOT / package).rglob("*.py")
+        if call.search(path.read_text())
+    }
+    assert found == {*DURABLE, *NOT_PUBLISHED}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -18,12 +17,11 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 
-from paramserver.contract.directories import make_directory, sync_directory
+from paramserver.contract.durable_files import make_directory, replace
 from trainer_client.errors import BackupError, ConfigError
 from trainer_client.foreign.files import open_regular
 
 _LOCK = ".lock"
-_PARTIAL = ".partial"
 # The most bytes of a manifest, which takes some hundred bytes for each slab.
 _MOST_BYTES = 1 << 30
 
@@ -105,20 +103,7 @@ class _LocalFiles(BackupFiles):
     def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self._root / name
         make_directory(path.parent)
-        partial = path.with_name(f"{_PARTIAL}.{secrets.token_hex(8)}")
-        try:
-            with partial.open("xb", buffering=0) as file:
-                for part in parts:
-                    rest = memoryview(part)
-                    while rest:
-                        # An unbuffered file may write fewer bytes than it was given.
-                        rest = rest[file.write(rest) :]
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        replace(path, lambda file: file.writelines(parts))
 
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
         return open_regular(self._root / name)

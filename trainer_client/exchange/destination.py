@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import io
 import os
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import IO, Any, Self, cast
 
 from fsspec.core import url_to_fs
 
-from paramserver.contract.directories import make_directory, sync_directory
+from paramserver.contract.durable_files import make_directory, new_file, publish_directory, unfinished_name
 from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError, ExportError
 
@@ -56,10 +55,7 @@ class _Sink(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
         self._digest.update(view)
-        rest = view
-        while rest:
-            # An unbuffered file may write fewer bytes than it was given.
-            rest = rest[self._file.write(rest) :]
+        self._file.write(view)
         self._end += len(view)
         return len(view)
 
@@ -151,9 +147,7 @@ class _LocalDirectory(Destination):
         super().__init__(name)
         self._path = path
         self._overwrite = overwrite
-        # The name begins with a dot and has the destination's name in it, so that a user who finds it after a power
-        # loss knows what it is.
-        self._partial = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+        self._partial = unfinished_name(path)
 
     def __enter__(self) -> Self:
         if os.path.lexists(self._path):
@@ -177,28 +171,13 @@ class _LocalDirectory(Destination):
                 "room, or write elsewhere"
             )
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[IO[bytes]]:
-        with (self._partial / name).open("xb", buffering=0) as file:
-            yield cast(IO[bytes], file)
-            os.fsync(file.fileno())
+    def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return new_file(self._partial / name)
 
     def _complete(self) -> None:
-        sync_directory(self._partial)
-        if not os.path.lexists(self._path):
-            self._partial.rename(self._path)
-        else:
+        if os.path.lexists(self._path):
             self._check_replaceable()
-            # Linux renames a directory only to a name that is free or that of an empty directory.
-            former = self._partial.with_suffix(".former")
-            self._path.rename(former)
-            try:
-                self._partial.rename(self._path)
-            except BaseException:
-                former.rename(self._path)
-                raise
-            shutil.rmtree(former, ignore_errors=True)
-        sync_directory(self._path.parent)
+        publish_directory(self._partial, self._path)
 
     def _remove(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)

@@ -7,6 +7,7 @@ gives.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paramserver.contract.durable_files import replace
 from trainer_client.recorder import Span
 
 
@@ -38,14 +40,8 @@ def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Se
         OSError: the file cannot be written.
     """
     events = [event for pid, process in enumerate(processes, start=1) for event in _events(pid, process, began, rows)]
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+    replace(path, lambda file: json.dump(trace, codecs.getwriter("utf-8")(file)))
 
 
 def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> Iterator[dict[str, Any]]:

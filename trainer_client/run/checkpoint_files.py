@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from paramserver.contract.directories import make_directory, sync_directory
 from paramserver.contract.documents import parse_json
+from paramserver.contract.durable_files import make_directory, prepared, sync_directory
 from trainer_client.errors import CheckpointError, ClientStateError
 from trainer_client.foreign.files import read_regular
 from trainer_client.run import client_state
@@ -245,10 +244,17 @@ def write_all(contents: Mapping[Path, str]) -> None:
     The former files are written beside the new ones before any of them gets its name, because a full disk would have
     no room to write them again. It can raise OSError.
     """
-    former = {path: _read(path) for path in contents}
     with ExitStack() as stack:
-        put_former = [stack.enter_context(_prepared(path, content)) for path, content in former.items()]
-        put_new = [stack.enter_context(_prepared(path, text.encode())) for path, text in contents.items()]
+
+        def prepare(path: Path, content: bytes) -> Callable[[], None]:
+            make_directory(path.parent)
+            return stack.enter_context(prepared(path, lambda file: file.write(content)))
+
+        former = [(path, _read(path)) for path in contents]
+        put_former = [
+            partial(_remove_file, path) if content is None else prepare(path, content) for path, content in former
+        ]
+        put_new = [prepare(path, text.encode()) for path, text in contents.items()]
         try:
             for put in put_new:
                 put()
@@ -267,33 +273,10 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-@contextmanager
-def _prepared(path: Path, content: bytes | None) -> Iterator[Callable[[], None]]:
-    """Write a file beside `path`, and yield a function that gives it this name. Both can raise OSError.
-
-    Args:
-        content: the content of the file; None: there is to be no file at `path`, and the function removes it.
-    """
-    make_directory(path.parent)
-    # Two jobs may write the same file at the same time, for example `latest`.
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-
-    def put() -> None:
-        if content is None:
-            path.unlink(missing_ok=True)
-        else:
-            part.replace(path)
-        sync_directory(path.parent)
-
-    try:
-        if content is not None:
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        yield put
-    finally:
-        part.unlink(missing_ok=True)
+def _remove_file(path: Path) -> None:
+    """Remove a file if there is one, also from the disk. It can raise OSError."""
+    path.unlink(missing_ok=True)
+    sync_directory(path.parent)
 
 
 def root_of(directory: Path, tag: str) -> Path:

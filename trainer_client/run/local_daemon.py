@@ -25,8 +25,8 @@ from weakref import WeakSet
 import grpc
 
 from paramserver import v1
-from paramserver.contract.directories import make_directory
 from paramserver.contract.disk_room import too_large
+from paramserver.contract.durable_files import make_directory
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from trainer_client.config.training_config import TrainingConfig

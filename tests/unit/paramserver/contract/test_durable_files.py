@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.contract.directories import make_directory, sync_directory
+from paramserver.contract.durable_files import make_directory, sync_directory
 
 
 @pytest.fixture
