@@ -193,10 +193,7 @@ async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str]
     label = await _read_label(directory)
     if label is not None:
         _check_store(catalog, directory, label, known)
-        if INODE not in label:
-            # An earlier version wrote this label, without the inode number of the catalog.
-            await _write_label(directory, {**label, **_owner(catalog)})
-        elif label[INODE] != _owner(catalog)[INODE]:
+        if label.get(INODE) != _owner(catalog)[INODE]:
             raise ConflictError(
                 f"{directory} belongs to the original of this state directory, and {catalog.path} is a copy (or was "
                 "moved to another file system): both would write into the same data file. To use the copy from now on, "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # The most parameters that the text of an error names.
 MOST_SHOWN_FQNS = 8
+# The last commit of this project that reads catalogs before format 5, and regions with blocks of 16384 bytes.
+LAST_READER = "05a259d6bebe230559f49dca4a9b73b9268d53e9"
 
 
 class StorageError(Exception):
@@ -24,6 +26,17 @@ class AlreadyExistsError(StorageError):
 
 class ConflictError(StorageError):
     """The request conflicts with the store's present state, such as another layout, another run, or a wrong order."""
+
+
+class FormerFormatError(ConflictError):
+    """Stored bytes have a format that this release does not read. The message says which commit does."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}. Commit {LAST_READER} is the last one that reads this. For each job run `paramserver-admin "
+            "backup JOB DIR` at a daemon of that commit with this state directory, and `paramserver-admin restore JOB "
+            "DIR` at a daemon of this release with another one"
+        )
 
 
 class OtherModelError(ConflictError):

@@ -1,8 +1,7 @@
 """The check of a state directory that no daemon uses: its catalog, its data files, and every committed byte.
 
 This module owns the locks of the directories while it runs. It must only read the data files. The catalog is opened as
-a daemon opens it, which verifies its digests, applies transactions that a crash left in its log, and migrates an older
-format.
+a daemon opens it, which verifies its digests, applies transactions that a crash left in its log, and migrates format 5.
 """
 
 from __future__ import annotations

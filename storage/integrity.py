@@ -11,14 +11,12 @@ from array import array
 
 import xxhash
 
-from storage.errors import DamagedBlockError, DataLossError
+from storage.errors import DamagedBlockError, FormerFormatError
 
 # The bytes that one checksum covers, and so the unit of reads. It is above the 100,000 bytes from which on XXH3-64 runs
 # without the interpreter's lock. Larger blocks would not be faster: it runs at full speed, and the loop over blocks is
 # cheap.
 BLOCK_BYTES = 128 << 10
-# The bytes of a block in regions that were written before format 4.
-OLD_BLOCK_BYTES = 16 << 10
 
 _xxh3 = xxhash.xxh3_64_intdigest
 _SEED_MASK = (1 << 64) - 1
@@ -29,31 +27,29 @@ class Checksums:
 
     Attributes:
         label: the name of the region's slab and version. It is a part of each checksum, and errors name it.
-        block_bytes: the size of a block: BLOCK_BYTES, or OLD_BLOCK_BYTES in older regions.
     """
 
-    __slots__ = ("_fingerprint", "block_bytes", "label", "nbytes", "values")
+    __slots__ = ("_fingerprint", "label", "nbytes", "values")
 
     def __init__(self, label: str, nbytes: int, stored: bytes | None = None) -> None:
         """Make checksums to be recorded, or load the ones that `dump` returned (`stored`).
 
         Raises:
-            DataLossError: the number of stored checksums does not fit the region.
+            FormerFormatError: the region has smaller blocks, as those had that were written before format 4.
         """
         self.label = label
         self.nbytes = nbytes
-        self.block_bytes = BLOCK_BYTES
-        if stored is not None and len(stored) // 8 != -(-nbytes // BLOCK_BYTES):
-            self.block_bytes = OLD_BLOCK_BYTES
-        count = -(-nbytes // self.block_bytes)
+        count = -(-nbytes // BLOCK_BYTES)
         self.values = array("Q", bytes(8 * count) if stored is None else stored)
         if len(self.values) != count:
-            raise DataLossError(f"the catalog has {len(self.values)} checksums for the {nbytes} bytes of {label}")
+            # The digests of the catalog cover the checksums, so this is no damage.
+            name = label.replace("\n", ", layout ")
+            raise FormerFormatError(f"{name} has {len(self.values)} checksums for {nbytes} bytes, and not {count}")
         self._fingerprint = xxhash.xxh3_64_intdigest(label.encode())
 
     def record(self, offset: int, buffer: memoryview) -> None:
         """Compute and keep the checksums of bytes that are about to be written at byte `offset` of the region."""
-        values, size = self.values, self.block_bytes
+        values, size = self.values, BLOCK_BYTES
         for i, start in enumerate(range(0, len(buffer), size), self._first_block(offset, len(buffer))):
             values[i] = _xxh3(buffer[start : start + size], self._fingerprint + i & _SEED_MASK)
 
@@ -63,7 +59,7 @@ class Checksums:
         Raises:
             DamagedBlockError: they are not the bytes that were recorded.
         """
-        values, size = self.values, self.block_bytes
+        values, size = self.values, BLOCK_BYTES
         for i, start in enumerate(range(0, len(buffer), size), self._first_block(offset, len(buffer))):
             if values[i] != _xxh3(buffer[start : start + size], self._fingerprint + i & _SEED_MASK):
                 raise DamagedBlockError(self.label, offset + start, min(size, len(buffer) - start))
@@ -73,7 +69,7 @@ class Checksums:
         return self.values.tobytes()
 
     def _first_block(self, offset: int, length: int) -> int:
-        end, size = offset + length, self.block_bytes
+        end, size = offset + length, BLOCK_BYTES
         if offset % size or (end % size and end != self.nbytes) or end > self.nbytes:
             raise ValueError(f"bytes [{offset}, {end}) of {self.label} are not whole blocks of its {self.nbytes} bytes")
         return offset // size

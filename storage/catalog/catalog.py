@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from storage.catalog import format_1
 from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
 from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
@@ -40,7 +39,6 @@ from storage.catalog.tables import (
     check_references,
     connect,
     create_tables,
-    drop_tables,
     errors,
     find_version,
 )
@@ -59,7 +57,7 @@ class Catalog:
     """The open database, and the ledger: its contents in memory, without packed manifests and client states."""
 
     def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
-        """Open and verify the database, or create it; migrate a database of an older format.
+        """Open and verify the database, or create it; migrate a database of format 5.
 
         Args:
             path: the file of the database.
@@ -355,80 +353,35 @@ class Catalog:
         if data.exists() and data.stat().st_size:
             raise DataLossError(f"{self.path} is empty or was deleted, and {data} belongs to it; {REMEDY}")
         with self.transaction():
-            self._make_tables()
+            create_tables(self._db)
+            meta = (
+                ("created_at", str(time.time())),
+                ("format_version", str(FORMAT_VERSION)),
+                ("store_id", secrets.token_hex(16)),
+            )
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("digest", "")])
+            self._ledger = Ledger(meta=meta)
+            self._put_file(0, ".")
 
     def _migrate(self, version: int) -> None:
-        """Migrate a catalog of an older format to the present one, in one transaction."""
-        if version == 1:
-            self._migrate_from_1()
-        else:
-            with self.transaction():
-                # In format 2 no job has a layout. In formats 2 and 3 the blocks of regions are smaller, and `Checksums`
-                # derives their size from their number. In formats 2 to 4 there are no kept steps.
-                add_settled(self._db)
-                self._ledger = read_ledger(self._db, self.path)
-                self._put_version()
-                self._settle_oldest()
-        log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
+        """Migrate a catalog of format 5 to the present one, in one transaction.
 
-    def _migrate_from_1(self) -> None:
-        check_references(self._db, self.path)
-        jobs = format_1.read_jobs(self._db)
-        # Without this, dropping one table would check or delete rows of tables that refer to it.
-        self._db.execute("PRAGMA foreign_keys = OFF")
-        with self.transaction():
-            drop_tables(self._db)
-            self._make_tables()
-            for job in jobs:
-                self._take_over(job)
-            self._settle_oldest()
-
-    def _settle_oldest(self) -> None:
-        """Record that the oldest commit of each job is settled, which catalogs before format 6 do not say.
-
-        A store deletes older commits when it knows that all nodes have a newer one. If all ranks are on one node, it
-        has only the newest.
+        The oldest commit of each job is recorded as settled. A store deletes older commits when it knows that all nodes
+        have a newer one. If all ranks are on one node, it has only the newest.
         """
-        for name, entry in self._ledger.jobs.items():
-            self.set_settled(name, min(entry.commits, default=None))
-
-    def _put_version(self) -> None:
-        """Write the present format's version into `meta`."""
-        self._put_meta("format_version", str(FORMAT_VERSION))
+        with self.transaction():
+            add_settled(self._db)
+            self._ledger = read_ledger(self._db, self.path)
+            self._put_meta("format_version", str(FORMAT_VERSION))
+            for name, entry in self._ledger.jobs.items():
+                self.set_settled(name, min(entry.commits, default=None))
+        log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
 
     def _put_meta(self, key: str, value: str) -> None:
         meta = {**dict(self._ledger.meta), key: value}
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
         # The digest is that of the rows by key.
         self._ledger = replace(self._ledger, meta=tuple(sorted(meta.items())))
-
-    def _make_tables(self) -> None:
-        create_tables(self._db)
-        meta = (
-            ("created_at", str(time.time())),
-            ("format_version", str(FORMAT_VERSION)),
-            ("store_id", secrets.token_hex(16)),
-        )
-        self._db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("digest", "")])
-        self._ledger = Ledger(meta=meta)
-        self._put_file(0, ".")
-
-    def _take_over(self, job: StoredJob) -> None:
-        """Record a job of an older format as if its commits had just been made, oldest first."""
-        self.create_job(job.spec, job.groups, job.created_at)
-        known: set[tuple[SlabKey, int]] = set()
-        for commit in job.commits:
-            newest = {
-                key: max((step for step in steps if step <= commit.step), default=None)
-                for key, steps in job.versions.items()
-            }
-            written = {
-                key: (step, job.versions[key][step])
-                for key, step in newest.items()
-                if step is not None and (key, step) not in known
-            }
-            self.add_commit(job.spec.identity, commit, written)
-            known |= {(key, step) for key, (step, _) in written.items()}
 
     def _seal(self, before: Ledger) -> None:
         """Compute and write the digests of all rows that have changed since the ledger `before`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, FormerFormatError
 
 FORMAT_VERSION = 6
 REMEDY = "restore the whole state directory from a backup, or use another one"
@@ -26,7 +26,7 @@ _NO_DAMAGE = (
     sqlite3.SQLITE_NOMEM,
 )
 
-_COMMON_TABLES = (
+_TABLES_OF_5 = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT",
     """CREATE TABLE groups (
     id INTEGER PRIMARY KEY, job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE,
@@ -38,46 +38,29 @@ _COMMON_TABLES = (
     job INTEGER NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, state BLOB NOT NULL,
     PRIMARY KEY (job, step, rank),
     FOREIGN KEY (job, step) REFERENCES commits ON DELETE CASCADE) STRICT""",
-)
-# The statements that make the tables, by format version.
-_TABLES = {
-    1: (
-        *_COMMON_TABLES,
-        """CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, world_size INTEGER NOT NULL,
-    every_steps INTEGER NOT NULL, parameters TEXT NOT NULL, created_at REAL NOT NULL) STRICT""",
-        """CREATE TABLE commits (
-    job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE, step INTEGER NOT NULL, committed_at REAL NOT NULL,
-    PRIMARY KEY (job, step)) STRICT""",
-        """CREATE TABLE versions (
-    slab INTEGER NOT NULL REFERENCES slabs ON DELETE CASCADE, step INTEGER NOT NULL, extents TEXT NOT NULL,
-    checksums BLOB NOT NULL, PRIMARY KEY (slab, step)) STRICT""",
-    ),
-    2: (
-        *_COMMON_TABLES,
-        """CREATE TABLE jobs (
+    """CREATE TABLE jobs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, world_size INTEGER NOT NULL,
     every_steps INTEGER NOT NULL, parameters TEXT NOT NULL, created_at REAL NOT NULL, digest BLOB NOT NULL) STRICT""",
-        """CREATE TABLE commits (
+    """CREATE TABLE commits (
     job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE, step INTEGER NOT NULL, committed_at REAL NOT NULL,
     digest BLOB NOT NULL, PRIMARY KEY (job, step)) STRICT""",
-        """CREATE TABLE manifests (
+    """CREATE TABLE manifests (
     job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE, step INTEGER NOT NULL, entries BLOB NOT NULL,
     checksum BLOB NOT NULL, PRIMARY KEY (job, step)) STRICT""",
-        "CREATE TABLE files (id INTEGER PRIMARY KEY, directory TEXT NOT NULL) STRICT",
-        """CREATE TABLE bad_extents (
+    "CREATE TABLE files (id INTEGER PRIMARY KEY, directory TEXT NOT NULL) STRICT",
+    """CREATE TABLE bad_extents (
     file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL, reason TEXT NOT NULL,
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
+)
+# The statements that make the tables, by format version. Format 6 added a column to `jobs`. Its statement is what
+# `add_settled` makes of the former one, so that all catalogs of this format have the same text.
+_TABLES = {
+    5: _TABLES_OF_5,
+    FORMAT_VERSION: tuple(
+        statement.replace(") STRICT", ", settled INTEGER) STRICT") if "TABLE jobs " in statement else statement
+        for statement in _TABLES_OF_5
     ),
 }
-# Format 3 changed the names of jobs, format 4 the size of a region's blocks, and format 5 added kept steps, which are
-# rows of `jobs` with names of four parts. The tables are those of format 2. Format 6 added a column to `jobs`. Its
-# statement is what `add_settled` makes of the former one, so that all catalogs of this format have the same text.
-_TABLES[3] = _TABLES[4] = _TABLES[5] = _TABLES[2]
-_TABLES[6] = tuple(
-    statement.replace(") STRICT", ", settled INTEGER) STRICT") if "TABLE jobs " in statement else statement
-    for statement in _TABLES[5]
-)
 
 
 # SQLite opens files whose paths, with "-journal" appended, have at most 512 bytes. A symbolic link to a long path does
@@ -118,14 +101,8 @@ def create_tables(db: sqlite3.Connection) -> None:
 
 
 def add_settled(db: sqlite3.Connection) -> None:
-    """Add to the tables of formats 2 to 5 what format 6 has. Call this inside a transaction."""
+    """Add to the tables of format 5 what format 6 has. Call this inside a transaction."""
     db.execute("ALTER TABLE jobs ADD COLUMN settled INTEGER")
-
-
-def drop_tables(db: sqlite3.Connection) -> None:
-    """Drop all tables. Call this inside a transaction, with the checks of foreign keys off."""
-    for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-        db.execute(f'DROP TABLE "{name}"')
 
 
 def find_version(db: sqlite3.Connection, path: Path) -> int | None:
@@ -133,6 +110,7 @@ def find_version(db: sqlite3.Connection, path: Path) -> int | None:
 
     Raises:
         ConflictError: the database is not a catalog, or has a format that this version does not know.
+        FormerFormatError: the database has a format before 5.
         DataLossError: SQLite finds damage, or the tables are not those of the format.
     """
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
@@ -142,6 +120,8 @@ def find_version(db: sqlite3.Connection, path: Path) -> int | None:
         raise ConflictError(f"{path} is a database but not a catalog; use another state directory")
     row = db.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone()
     versions = {str(version): version for version in _TABLES}
+    if row is not None and row[0] in ("1", "2", "3", "4"):
+        raise FormerFormatError(f"{path} has format version {row[0]}, and this software knows {', '.join(versions)}")
     if row is None or row[0] not in versions:
         raise ConflictError(
             f"{path} has format version {row[0] if row else 'none'}, this software knows version {FORMAT_VERSION}; "

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
-from storage.integrity import Checksums
+from storage.integrity import BLOCK_BYTES, Checksums
 from storage.shard import TierName
 from storage.shown_sizes import least_size, shown_size
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
@@ -64,7 +64,7 @@ class NvmeRegion:
 
         If there was free space in short pieces only, a block may lie in several extents.
         """
-        return all(extent.nbytes % self.checksums.block_bytes == 0 for extent in self.extents[:-1])
+        return all(extent.nbytes % BLOCK_BYTES == 0 for extent in self.extents[:-1])
 
     @property
     def label(self) -> str:

@@ -25,7 +25,7 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 # The largest size of a pack. To put one small tensor, the client writes its whole pack. This costs little, because the
 # store verifies and writes at least 128 KiB at a time in any case.
 PACK_BYTES = 128 << 10
-# The name of the layout with packs. Layouts of earlier versions have no name, and in them no tensor is packed.
+# The name of the layout of all jobs of a StoreClient.
 PACKED = "packed"
 # The most shards in one request. The store needs some milliseconds to parse a request of this size, and other clients
 # wait meanwhile.
@@ -115,14 +115,10 @@ class JobLayout:
         ranges = itertools.pairwise([0, *ends])
         return [(str(ShardGroupName(unit=fqn, start=start, stop=end)), start, end) for start, end in ranges]
 
-    def register_requests(self, *, packed: bool) -> Iterator[pb.RegisterShardsRequest]:
-        """Yield requests that declare all groups, each with a limited number of shards.
-
-        Args:
-            packed: whether small tensors share groups.
-        """
+    def register_requests(self) -> Iterator[pb.RegisterShardsRequest]:
+        """Yield requests that declare all groups, each with a limited number of shards."""
         request, shards = pb.RegisterShardsRequest(), 0
-        for group in self._groups(packed=packed):
+        for group in self._groups():
             request.groups.append(group)
             shards += len(group.shards)
             if shards >= _SHARDS_A_REQUEST:
@@ -131,11 +127,10 @@ class JobLayout:
         if shards:
             yield request
 
-    def _groups(self, *, packed: bool) -> Iterator[pb.ShardGroup]:
-        packs = self.packs if packed else {}
-        yield from (self._group_of(pack) for pack in _distinct(packs.values()))
+    def _groups(self) -> Iterator[pb.ShardGroup]:
+        yield from (self._group_of(pack) for pack in _distinct(self.packs.values()))
         for fqn, spec in self.tensors.items():
-            for group, start, end in self.shards(fqn) if fqn not in packs else ():
+            for group, start, end in self.shards(fqn) if fqn not in self.packs else ():
                 yield pb.ShardGroup(
                     name=group,
                     numel=round_up(end - start, ELEMENT_ALIGNMENT),

@@ -57,9 +57,6 @@ class StoreWriterSync:
         self._committed: int | None = None
         self._put: set[str] = set()
         self._packing = Packing()
-        # Whether small tensors share groups ("packs", see job_layout.py). In jobs that earlier versions have stored
-        # they do not.
-        self._packed = True
         # The error because of which the step under way cannot be committed; None if it can be committed.
         self._failure: StoreError | None = None
         self._closed = False
@@ -248,10 +245,14 @@ class StoreWriterSync:
         def attempt(session: StoreSession) -> None:
             # Each attempt is a run of its own, because a run whose only rank has gone can commit nothing any more.
             response = self._open_once_free(session, self._layout.open_request(), call)
-            packed = all(layout.layout == PACKED for layout in response.layouts[-1:])
-            for registration in self._layout.register_requests(packed=packed):
+            if any(layout.layout != PACKED for layout in response.layouts[-1:]):
+                raise JobConflictError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"job {self.name!r} was not stored by a StoreClient, or by one of an earlier version, so its "
+                    "tensors are in other groups and cannot be written: read it, and put them into another job",
+                )
+            for registration in self._layout.register_requests():
                 session.call("RegisterShards", registration, call)
-            self._packed = packed
             self._committed = max((commit.step for commit in response.committed), default=None)
             self._session = session
             self._put.clear()
@@ -285,7 +286,7 @@ class StoreWriterSync:
 
     def _send(self, session: StoreSession, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
         """Send tensors to the store. A small tensor stays in this process until all tensors of its pack were put."""
-        packs = self._layout.packs if self._packed else {}
+        packs = self._layout.packs
         small = ((packs[fqn], fqn, tensor) for fqn, tensor in tensors.items() if fqn in packs)
         whole = [(filling.pack.name, bytes_of(filling.values)) for filling in self._packing.put(call, small)]
         large = (

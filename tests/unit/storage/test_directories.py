@@ -178,18 +178,6 @@ async def test_only_the_directories_of_a_copy_can_be_adopted(tmp_path: Path) -> 
         await adopt(tmp_path / "a", [tmp_path / "b"])
 
 
-async def test_a_label_of_an_earlier_version_is_completed(tmp_path: Path) -> None:
-    async with opened(tmp_path / "state", **config(tmp_path, "a")):
-        pass
-    path = tmp_path / "a" / "paramserver.json"
-    label = json.loads(path.read_text())
-    path.write_text(json.dumps({key: label[key] for key in ("store", "file")}))
-    async with opened(tmp_path / "state", **config(tmp_path, "a")):
-        pass
-    assert json.loads(path.read_text()) == label
-    assert label["catalog_inode"] == (tmp_path / "state" / "catalog.sqlite").stat().st_ino
-
-
 async def test_a_crash_before_the_label_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:
     async with opened(tmp_path / "state", **config(tmp_path, "a")):
         pass

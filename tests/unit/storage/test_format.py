@@ -1,4 +1,4 @@
-"""A reader written from FORMAT.md alone finds every step, and older formats are migrated to the present one."""
+"""A reader written from FORMAT.md alone finds every step. Format 5 is migrated, and older ones are refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import shutil
 import sqlite3
 import struct
-import tarfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ import xxhash
 
 from storage import failpoints, integrity
 from storage.catalog.catalog import Catalog
-from storage.errors import DamagedBlockError, DataLossError
+from storage.errors import LAST_READER, FormerFormatError
 from storage.failpoints import Failpoint
-from storage.shard import DType, Kind, TierName
-from storage.tiers.extents import overlapping
-from tests.unit.storage.builders import MIB, TILED, Layout, Training, on_nvme, opened, quiesce, reference_of
+from storage.shard import DType, TierName
+from tests.unit.storage.builders import TILED, Layout, Training, opened, quiesce, reference_of
 
-FORMAT_1 = Path(__file__).with_name("data") / "format_1.tar.gz"
-PAGE, BLOCK, OLD_BLOCK = 4096, 131072, 16384
+PAGE, BLOCK = 4096, 131072
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,11 +55,8 @@ class StrangersReader:
     # The elements of each slab, by job, committed step, group and kind; zeros for slabs that were never written.
     slabs: dict[tuple[str, int, str, str], torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
-    extents: list[tuple[int, int, int]] = field(default_factory=list)
     # The settled step of each job.
     settled: dict[str, int | None] = field(default_factory=dict)
-    # The block size of each region that has more than one block, by the region's label.
-    block_sizes: dict[str, int] = field(default_factory=dict)
 
     def read(self) -> StrangersReader:
         with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
@@ -141,15 +135,11 @@ class StrangersReader:
         for offset, nbytes, file in place[0]:
             assert offset % PAGE == nbytes % PAGE == 0 and offset + nbytes <= len(self.files[file])
             region += self.files[file][offset : offset + nbytes]
-            self.extents.append((file, offset, nbytes))
         assert len(region) == -(-numel * dtype.itemsize // PAGE) * PAGE
         seed = xxhash.xxh3_64_intdigest(label.encode())
-        size = BLOCK if len(place[1]) == -(-len(region) // BLOCK) else OLD_BLOCK
-        if len(region) > size:
-            self.block_sizes[label] = size
         found = [
-            xxhash.xxh3_64_intdigest(region[start : start + size], seed=(seed + i) % (1 << 64))
-            for i, start in enumerate(range(0, len(region), size))
+            xxhash.xxh3_64_intdigest(region[start : start + BLOCK], seed=(seed + i) % (1 << 64))
+            for i, start in enumerate(range(0, len(region), BLOCK))
         ]
         assert found == place[1], label
         return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
@@ -209,7 +199,6 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
     await asyncio.to_thread(assert_reads, reader, snapshots, [2])
-    assert set(reader.block_sizes.values()) == {BLOCK}
 
 
 async def test_a_reader_written_from_the_page_finds_kept_steps(tmp_path: Path) -> None:
@@ -234,31 +223,6 @@ async def test_a_reader_written_from_the_page_finds_kept_steps(tmp_path: Path) -
                     assert torch.equal(stored, expected), (step, shard.fqn, kind)
 
 
-# The layouts of the jobs in format_1.tar.gz, which the last engine that wrote format 1 has made.
-OLD_STEPS = Layout(name="steps", numels=(203, 17), groups=("block.0", "idle"), world_size=2)
-OLD_SNAPSHOTS = Layout(
-    name="snapshots",
-    numels=(1100,),
-    groups=("one",),
-    every_steps=2,
-    precision=DType.BFLOAT16,
-    weights=TierName.HOST,
-    moments=TierName.HOST,
-)
-
-
-@pytest.fixture
-def format_1(tmp_path: Path) -> Path:
-    directory = tmp_path / "state"
-    directory.mkdir()
-    with tarfile.open(FORMAT_1) as archive:
-        # extractall() warns from Python 3.12 on unless it is given a filter, which Python 3.11.3 does not know yet.
-        for member in archive.getmembers():
-            if (source := archive.extractfile(member)) is not None:
-                (directory / member.name).write_bytes(source.read())
-    return directory
-
-
 def migrate(directory: Path) -> None:
     Catalog(directory / "catalog.sqlite").close()
 
@@ -269,97 +233,23 @@ def version_of(directory: Path) -> str:
     return str(version)
 
 
-def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
-    format_1: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = (format_1 / "data.0").read_bytes()
-    with caplog.at_level("INFO"):
-        migrate(format_1)
-    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 6 now" in caplog.text
-    reader = StrangersReader(format_1).read()
-    assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
-    assert_reads(reader, OLD_SNAPSHOTS, [2])
-    assert len(set(reader.extents)) > len({key[2:] for key in reader.slabs}), "some regions are in several extents"
-    assert (format_1 / "data.0").read_bytes() == data
-    caplog.clear()
-    migrate(format_1)
-    assert caplog.text == ""
+ON_TWO_NODES = Layout(name="part", groups=("a",), world_size=2)
 
 
-async def test_training_goes_on_after_the_migration(format_1: Path) -> None:
-    async with opened(format_1) as engine:
-        steps = await Training(engine, OLD_STEPS).open()
-        assert sorted(steps.job.retained) == [2, 3]
-        await engine.roll_back(steps.job, 2)
-        for step in (3, 4):
-            await steps.hand_over(["block.0"])
-            await steps.commit(step, settled=step - 1)
-        snapshots = await Training(engine, OLD_SNAPSHOTS).open()
-        await snapshots.assert_at(2)
-        await snapshots.step()
-        await snapshots.step()
-        await quiesce(engine)
-    reader = await asyncio.to_thread(StrangersReader(format_1).read)
-    await asyncio.to_thread(assert_reads, reader, OLD_STEPS, [3, 4], idle=["idle"])
-    await asyncio.to_thread(assert_reads, reader, OLD_SNAPSHOTS, [4])
-
-
-def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: Path) -> None:
-    image = tmp_path / "image"
-
-    def take_image(reached: Failpoint) -> None:
-        if reached is Failpoint.BEFORE_FLIP:
-            shutil.copytree(format_1, image)
-
-    failpoints.install(take_image)
-    try:
-        migrate(format_1)
-    finally:
-        failpoints.install(None)
-    assert (version_of(format_1), version_of(image)) == ("6", "1")
-    migrate(image)
-    assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
-
-
-def damage_enum(db: sqlite3.Connection) -> None:
-    db.execute("UPDATE slabs SET kind = 'paran' WHERE id = 1")
-
-
-def damage_json(db: sqlite3.Connection) -> None:
-    db.execute("UPDATE versions SET extents = '[[0, 4096' WHERE slab = 1")
-
-
-def damage_shape(db: sqlite3.Connection) -> None:
-    db.execute("UPDATE jobs SET parameters = '[1]'")
-
-
-def lose_a_row(db: sqlite3.Connection) -> None:
-    db.execute("DELETE FROM groups WHERE id = 1")
-
-
-def lose_a_column(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE versions DROP COLUMN checksums")
-
-
-@pytest.mark.parametrize("damage", [damage_enum, damage_json, damage_shape, lose_a_row, lose_a_column])
-def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
-    format_1: Path, damage: Callable[[sqlite3.Connection], None]
-) -> None:
-    with closing(sqlite3.connect(format_1 / "catalog.sqlite")) as db, db:
-        damage(db)
-    with pytest.raises(DataLossError, match=r"catalog\.sqlite is damaged.*restore the whole state directory"):
-        migrate(format_1)
-    assert version_of(format_1) == "1"
-
-
-def set_version(directory: Path, version: int) -> None:
-    """Make a directory one of format 2, 3, 4 or 5, which have no settled steps."""
+async def write_format_5(directory: Path) -> None:
+    """Make a state directory of format 5 with the job `Layout()` at step 1, and `ON_TWO_NODES` at step 2."""
+    async with opened(directory) as engine:
+        training = await Training(engine, Layout()).begin()
+        await training.step()
+        on_two_nodes = await Training(engine, ON_TWO_NODES).begin()
+        await on_two_nodes.step(settled=0)
+        await on_two_nodes.step(settled=1)
     with closing(Catalog(directory / "catalog.sqlite")) as catalog, catalog.transaction():
         for job in catalog.load():
             catalog.set_settled(job.spec.stored_as, None)
     with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
         db.execute("ALTER TABLE jobs DROP COLUMN settled")
-        db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(version),))
+        db.execute("UPDATE meta SET value = '5' WHERE key = 'format_version'")
         rows = [
             db.execute(f"SELECT {columns} FROM {table} ORDER BY {order}").fetchall()
             for columns, table, order in (
@@ -373,99 +263,65 @@ def set_version(directory: Path, version: int) -> None:
         db.commit()
 
 
-@contextmanager
-def old_blocks() -> Iterator[None]:
-    """Make the engine write the small blocks of formats 1 to 3 during the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "BLOCK_BYTES", OLD_BLOCK)
-        yield
-
-
-@pytest.mark.parametrize("version", [2, 3, 4, 5])
-async def test_formats_2_to_5_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
-    part = Layout(name="part", groups=("a",), world_size=2)
-    with old_blocks() if version < 4 else nullcontext():
-        async with opened(tmp_path) as engine:
-            training = await Training(engine, Layout()).begin()
-            await training.step()
-            on_two_nodes = await Training(engine, part).begin()
-            await on_two_nodes.step(settled=0)
-            await on_two_nodes.step(settled=1)
-    set_version(tmp_path, version)
-    migrate(tmp_path)
+async def test_format_5_is_migrated_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await write_format_5(tmp_path)
+    data = (tmp_path / "data.0").read_bytes()
+    with caplog.at_level("INFO"):
+        migrate(tmp_path)
     assert version_of(tmp_path) == "6"
+    assert f"{tmp_path}/catalog.sqlite was of format 5 and is of format 6 now" in caplog.text
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, Layout(), [1])
-    await asyncio.to_thread(assert_reads, reader, part, [1, 2])
+    await asyncio.to_thread(assert_reads, reader, ON_TWO_NODES, [1, 2])
     # The store had deleted the steps of each job that are older than the settled one.
     assert reader.settled == {"job": 1, "part": 1}
-    assert set(reader.block_sizes.values()) == {OLD_BLOCK if version < 4 else BLOCK}
+    assert (tmp_path / "data.0").read_bytes() == data
+    caplog.clear()
+    migrate(tmp_path)
+    assert caplog.text == ""
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open()
         await training.assert_at(1)
         await engine.keep(training.job, 1, "first")
 
 
-# The states of each group have several blocks, even of the larger size.
-MIXED = Layout(name="mixed", precision=DType.BFLOAT16, groups=("trained", "idle"))
+async def test_a_crash_during_the_migration_leaves_format_5(tmp_path: Path) -> None:
+    state, image = tmp_path / "state", tmp_path / "image"
+    await write_format_5(state)
+
+    def take_image(reached: Failpoint) -> None:
+        if reached is Failpoint.BEFORE_FLIP:
+            shutil.copytree(state, image)
+
+    failpoints.install(take_image)
+    try:
+        migrate(state)
+    finally:
+        failpoints.install(None)
+    assert (version_of(state), version_of(image)) == ("6", "5")
+    migrate(image)
+    reader = await asyncio.to_thread(StrangersReader(image).read)
+    await asyncio.to_thread(assert_reads, reader, Layout(), [1])
 
 
-@pytest.fixture
-async def format_3(tmp_path: Path) -> Path:
-    """A store of format 3 in which every region lies in pieces of three blocks; group `idle` is as in step 0."""
-    with old_blocks():
+HOW_TO_READ = rf"Commit {LAST_READER} is the last one .*`paramserver-admin backup .*`paramserver-admin restore "
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_a_format_before_5_is_refused_with_the_commit_that_reads_it(tmp_path: Path, version: int) -> None:
+    migrate(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db, db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(version),))
+    with pytest.raises(FormerFormatError, match=f"has format version {version}, .* knows 5, 6. {HOW_TO_READ}"):
+        migrate(tmp_path)
+    assert version_of(tmp_path) == str(version)
+
+
+async def test_small_blocks_of_formats_before_4_are_refused_also_in_a_later_catalog(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "BLOCK_BYTES", 16384)
         async with opened(tmp_path) as engine:
-            pieces = [await engine.nvme.allocate(3 * OLD_BLOCK) for _ in range(16 * MIB // (3 * OLD_BLOCK))]
-            for piece in pieces[::2]:
-                engine.nvme.free(piece)
-            training = await Training(engine, MIXED).begin()
-            await training.hand_over(["trained"])
-            await training.commit(1)
-            for piece in pieces[1::2]:
-                engine.nvme.free(piece)
-    set_version(tmp_path, 3)
-    return tmp_path
-
-
-async def test_old_regions_are_read_and_new_ones_have_larger_blocks(format_3: Path) -> None:
-    async with opened(format_3) as engine:
-        training = await Training(engine, MIXED).open()
-        for slab in training.job.slabs():
-            if slab.latest is not None:
-                region = on_nvme(slab.source(slab.latest))
-                assert region.checksums.block_bytes == OLD_BLOCK and region.blocks_are_whole
-                assert max(extent.nbytes for extent in region.extents) == 3 * OLD_BLOCK
-        await training.hand_over(["trained"])
-        await training.commit(2)
-    reader = await asyncio.to_thread(StrangersReader(format_3).read)
-    await asyncio.to_thread(assert_reads, reader, MIXED, [2], idle=["idle"])
-    assert reader.block_sizes == {
-        "mixed/idle/param at step 0": OLD_BLOCK,
-        "mixed/idle/master at step 0": OLD_BLOCK,
-        **{f"mixed/trained/{kind} at step 2": BLOCK for kind in ("master", "exp_avg", "exp_avg_sq")},
-    }
-    async with opened(format_3) as engine:
-        training = await Training(engine, MIXED).open()
-        await training.hand_over(["trained", "idle"])
-        await training.commit(3)
-    reader = await asyncio.to_thread(StrangersReader(format_3).read)
-    assert set(reader.block_sizes.values()) == {BLOCK}
-
-
-async def test_damage_in_an_old_region_is_found_by_its_blocks(format_3: Path) -> None:
-    async with opened(format_3) as engine:
-        training = await Training(engine, MIXED).open()
-        slab = training.job.slab("idle", Kind.MASTER)
-        (place,) = overlapping(on_nvme(slab.source(0)).extents, 5 * OLD_BLOCK + 100, 1)
-        with engine.nvme.files[0].path.open("r+b") as file:
-            file.seek(place.offset)
-            byte = file.read(1)
-            file.seek(place.offset)
-            file.write(bytes([byte[0] ^ 1]))
-        with pytest.raises(DamagedBlockError, match=r"mixed/idle/master at step 0: bytes 81920 to 98304 "):
-            await engine.fetch(training.job, "idle", Kind.MASTER)
-        with pytest.raises(DamagedBlockError, match=r"mixed/idle/master at step 0: bytes 81920 to 98304 "):
-            await training.step()
-        (bad,) = engine.nvme.bad
-        assert bad.nbytes == OLD_BLOCK and bad.offset <= place.offset < bad.end
-        await engine.roll_back(training.job, 1)
+            await Training(engine, Layout()).begin()
+    with pytest.raises(FormerFormatError, match=f"at step 0 has [0-9]+ checksums for [0-9]+ bytes.*{HOW_TO_READ}"):
+        async with opened(tmp_path):
+            pass

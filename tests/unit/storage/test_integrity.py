@@ -16,7 +16,7 @@ import pytest
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent, StoredJob
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError
+from storage.errors import ConflictError, DataLossError, FormerFormatError
 from storage.integrity import BLOCK_BYTES, Checksums
 from storage.shard import DType, Kind, TierName
 from storage.slab import Slab
@@ -225,8 +225,8 @@ async def test_a_store_with_a_damaged_catalog_is_refused_or_has_exactly_what_was
     assert 10 < refused < 40
 
 
-def test_checksums_that_do_not_fit_their_region_are_data_loss() -> None:
-    with pytest.raises(DataLossError, match=f"1 checksums for the {2 * BLOCK_BYTES} bytes of a slab"):
+def test_checksums_that_do_not_fit_their_region_are_of_a_former_format() -> None:
+    with pytest.raises(FormerFormatError, match=f"a slab has 1 checksums for {2 * BLOCK_BYTES} bytes, and not 2"):
         Checksums("a slab", 2 * BLOCK_BYTES, bytes(8))
 
 
