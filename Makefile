@@ -178,13 +178,6 @@ bench-check: venv ## Run all benchmarks at a small size, and check their figures
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
 	$(BIN)/python -m benchmarks.storage.tiers --results
 
-bench-commits: N ?= 10000
-bench-commits: venv ## Measure files, memory and latency over N commits (N=10000); updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.storage.commits --commits $(N) --results
-
-bench-catalog: venv ## Measure a daemon with 10,000 jobs and 1,000,000 shards; updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.storage.catalog --results
-
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane.transfers --json --results
 
@@ -197,9 +190,6 @@ bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (
 bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.training.scale --results
 
-bench-width: venv ## Measure a step of a model whose one layer is four times the host budget (40 GB of disk); updates RESULTS.md
-	$(BIN)/python -m benchmarks.training.width --results
-
 bench-depth: venv ## Measure memory and steps of 0.15 to 2.4 B parameters at one host budget (75 GB of disk); updates RESULTS.md (OPTIONS='--memory-limit 3GiB')
 	$(BIN)/python -m benchmarks.training.depth --results $(OPTIONS)
 
@@ -211,15 +201,6 @@ bench-costs: venv ## Count the bytes that a step moves for each parameter, by th
 
 bench-gpu: venv ## Measure a step on a GPU beside plain PyTorch, FSDP2 (DEEPSPEED=DIR: and DeepSpeed); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.gpu --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
-
-bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
-	$(BIN)/python -m benchmarks.training.prefetching --results
-
-bench-small: venv ## Measure 20,000 and 200,000 small tensors, and the daemon's event loop; updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.dataplane.small_tensors --results
-
-bench-inference: venv ## Measure forwards with weights from the store beside plain PyTorch and disk_offload; updates RESULTS.md
-	$(BIN)/python -m benchmarks.inference.forwards --results
 
 bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.planning.plan --results

@@ -151,33 +151,6 @@ def _storage(figure: Figure, result: Mapping[str, Any]) -> None:
     )
 
 
-def _commits(figure: Figure, result: Mapping[str, Any]) -> None:
-    samples = result["samples"]
-    commits = [sample["commits"] for sample in samples]
-    latency, files = figure.subplots(1, 2)
-    _lines(
-        latency,
-        commits,
-        "milliseconds per commit",
-        {
-            "median": [1e3 * sample["median_commit_seconds"] for sample in samples],
-            "99 % of them": [1e3 * sample["p99_commit_seconds"] for sample in samples],
-        },
-    )
-    _lines(
-        files,
-        commits,
-        "MB",
-        {
-            "data file": [sample["data_file_allocated_bytes"] / 1e6 for sample in samples],
-            "catalog and its log": [(sample["catalog_bytes"] + sample["wal_bytes"]) / 1e6 for sample in samples],
-            "memory of the process": [sample["resident_bytes"] / 1e6 for sample in samples],
-        },
-    )
-    for axes in (latency, files):
-        axes.set_xlabel("commits")
-
-
 def _dataplane(figure: Figure, result: Mapping[str, Any]) -> None:
     latency, bandwidth = figure.subplots(1, 2)
     sizes = result["local"]["lease_latency"]["sync"]
@@ -206,63 +179,6 @@ def _dataplane(figure: Figure, result: Mapping[str, Any]) -> None:
         },
         "GB/s",
     )
-
-
-def _moe(figure: Figure, result: Mapping[str, Any]) -> None:
-    models = result["models"]
-    _pairs(
-        figure.subplots(),
-        [name.replace("_", " ") for name in models],
-        {
-            "gathers that the forecast named": [100 * model["predicted_rate"] for model in models.values()],
-            "gathers whose bytes were there": [100 * model["hit_rate"] for model in models.values()],
-            "fetch time hidden": [100 * (model["hidden_fetch_fraction"] or 0) for model in models.values()],
-        },
-        "%",
-    )
-
-
-def _small_tensors(figure: Figure, result: Mapping[str, Any]) -> None:
-    counts = result["parameters"]["tensors"]
-    for axes, count in zip(figure.subplots(1, len(counts)), counts, strict=True):
-        sides = {side: result["cases"][side][str(count)]["phases"] for side in ("arena", "streams")}
-        phases = [phase for phase in sides["arena"] if phase not in ("update", "read")]
-        _pairs(
-            axes,
-            phases,
-            {
-                f"over {'the arena' if side == 'arena' else side}": [found[phase]["seconds"] for phase in phases]
-                for side, found in sides.items()
-            },
-            "seconds",
-        )
-        axes.set_xlabel(f"{count:,} tensors")
-
-
-def _inference(figure: Figure, result: Mapping[str, Any]) -> None:
-    forward, together = figure.subplots(1, 2)
-    named = {"plain": "plain PyTorch", "disk_offload": "disk_offload", "store": "the store"}
-    _pairs(
-        forward,
-        [f"forward, {_budget(turn)}" for turn in result["turns"]],
-        {
-            title: [turns[name]["forward"]["median_seconds"] for turns in result["turns"].values()]
-            for name, title in named.items()
-        },
-        "seconds, median",
-    )
-    count = result["model"]["processes"]
-    together.bar(
-        list(named.values()),
-        [result["together"][name]["pss_bytes"] / GIB for name in named],
-        color=COLOURS[: len(named)],
-    )
-    together.set_ylabel(f"GiB, proportional, {count} processes")
-    together.grid(visible=False, axis="x")
-
-
-def _budget(turn: str) -> str:
-    return {"fifth": "a fifth in memory", "whole": "all in memory"}.get(turn, turn)
 
 
 def _lines(axes: Axes, over: Sequence[float], label: str, values: Mapping[str, Sequence[float]]) -> None:
@@ -296,14 +212,10 @@ PICTURES: Mapping[str, Callable[[Figure, Mapping[str, Any]], None]] = {
     "scale": _scale,
     "depth": _depth,
     "storage": _storage,
-    "commits": _commits,
     "dataplane": _dataplane,
-    "moe": _moe,
-    "small_tensors": _small_tensors,
-    "inference": _inference,
 }
-# Those with fewer names need less height.
-HEIGHTS_INCHES = {"step": 3.8, "moe": 3.8}
+# A picture with fewer names needs less height.
+HEIGHTS_INCHES = {"step": 3.8}
 
 
 def main() -> None:

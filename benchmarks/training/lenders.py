@@ -21,20 +21,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
+from torch import nn
 
+import trainer_client
 from benchmarks.common import report
 from benchmarks.common.machine import ROOT
 from benchmarks.common.measure import Stopwatch
 from benchmarks.common.namespaces import NamespaceError, shape, switched
 from benchmarks.common.store_daemon import StoreDaemon, started
-from benchmarks.training.stretches import StretchedRun, blocks_of
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -56,6 +59,39 @@ CODE_ROUNDS = 9
 _SECTION = {"job": "job", "units": {"classes": ["Linear"]}}
 
 app = typer.Typer(add_completion=False)
+
+
+def blocks_of(arguments: argparse.Namespace) -> list[nn.Module]:
+    """Return the layers of the model, the same values each time."""
+    torch.manual_seed(0)
+    width = arguments.width
+    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(arguments.layers)]
+
+
+class StretchedRun:
+    """One model at one daemon, with all states on NVMe, trained by one rank."""
+
+    def __init__(self, daemon: StoreDaemon, arguments: argparse.Namespace) -> None:
+        """Start the engine at the daemon."""
+        nvme = {"device": "nvme"}
+        config = {
+            "train_micro_batch_size_per_gpu": arguments.batch,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+            "paramserver": _SECTION | {"address": daemon.socket_address},
+        }
+        self.engine = trainer_client.initialize(model=nn.Sequential(*blocks_of(arguments)), config=config)[0]
+        self._inputs = torch.randn(arguments.batch, arguments.width)
+
+    def train_stretch(self, steps: int) -> float:
+        """Train a stretch of steps, and return its seconds until the last commit; earlier commits do not count."""
+        self.engine.wait_for_commit()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.engine.backward(self.engine(self._inputs).square().mean())
+            self.engine.step()
+        self.engine.wait_for_commit()
+        return time.perf_counter() - began
 
 
 def measure(links: Sequence[float], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -124,10 +160,7 @@ def _compare(directory: Path, namespaces: Sequence[str], use: str, arguments: ar
         borrows = budgets | {"remote": remote, "listen": f"{HOSTS[0]}:{PORT}", "insecure": True}
         plain = closing.enter_context(started(directory / "plain", budgets))
         own = closing.enter_context(started(directory / "own", borrows, namespace=namespaces[0]))
-        sides = [
-            StretchedRun(blocks_of(arguments), _SECTION | {"address": daemon.socket_address}, arguments)
-            for daemon in (plain, own)
-        ]
+        sides = [StretchedRun(daemon, arguments) for daemon in (plain, own)]
         for side in sides:
             closing.enter_context(side.engine)
         # The first round writes the copies, and finds the speeds.

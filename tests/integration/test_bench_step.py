@@ -15,7 +15,7 @@ from benchmarks import plots
 from benchmarks.common import machine
 from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
-from benchmarks.training import depth, scale, width
+from benchmarks.training import depth, scale
 from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
 from benchmarks.training.contestant_process import Block, Entry
 from benchmarks.training.heat import Standing
@@ -154,20 +154,6 @@ def test_the_largest_model_has_a_budget_of_4_gib_and_1_3_billion_parameters() ->
     assert 1.30e9 < largest.gpt2_parameters < 1.32e9
     assert 3.95 * 2**30 < scale.host_budget_bytes(largest) < 4.05 * 2**30
     assert TrainingTask(layers=12, hidden=1024, vocab=512, batch=4, tokens=256).gpt2_parameters == 151_943_168
-
-
-def test_the_wide_model_has_a_layer_of_four_budgets_and_1_gib_of_logits() -> None:
-    task = width.FULL
-    assert task.largest_parameter * width.BF16_BYTES == 4 * width.FULL_BUDGET_BYTES == 2**30
-    assert task.tokens_per_step * task.vocab * width.FP32_BYTES == 2**30
-
-
-@pytest.mark.bench
-def test_a_layer_in_tiles_is_a_table(tmp_path: Path) -> None:
-    result = run("training.width", tmp_path)
-    assert result["tiled"]["not_run"] is None
-    assert result["tiled"]["memory"]["daemon"] > 0
-    assert "Tiles of at most 0.12 MiB, logits of 8 tokens at once." in width.markdown(result)
 
 
 @pytest.mark.bench

@@ -17,16 +17,11 @@ from benchmarks.common import report
 from benchmarks.common.measure import Sample
 from benchmarks.common.measure import report as compare
 from benchmarks.dataplane import transfers
-from benchmarks.storage import catalog, fio
-from benchmarks.storage.commits import FIGURES, SAMPLES
+from benchmarks.storage import fio
 from benchmarks.storage.tiers import QUICK
 
 ROOT = Path(__file__).parents[2]
 SLAB_BYTES = sum(QUICK.tier.slabs)
-ANSWERS = (
-    *("jobs", "shards of a job", "shards of the large job", "tiers", "accounts", "metrics", "page", "all at once"),
-    *("jobs, admin tool", "shards, admin tool", "commit", "delete"),
-)
 STREAMED = QUICK.engine.streamed
 
 
@@ -114,37 +109,6 @@ def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: boo
 
 
 @pytest.mark.bench
-def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
-    result, _ = run("storage.commits", tmp_path)
-    assert_says_where_it_was_measured(result)
-    assert [sample["commits"] for sample in result["samples"]] == [2 * (i + 1) for i in range(SAMPLES)]
-    assert set(result["growth"]) == set(FIGURES)
-    versions = 14 * result["parameters"]["parameters"]
-    for sample in result["samples"]:
-        assert set(sample) == {"commits", *FIGURES}
-        assert sample["data_file_allocated_bytes"] >= versions
-        assert sample["free_runs"] >= 1
-
-
-@pytest.mark.bench
-def test_a_daemon_with_many_jobs_is_measured_from_its_start_to_its_answers(tmp_path: Path) -> None:
-    (tmp_path / "measured").mkdir()
-    result, _ = run("storage.catalog", tmp_path / "measured")
-    assert_says_where_it_was_measured(result)
-    parameters = result["parameters"]
-    assert parameters["jobs"] == 20
-    others = 19 * parameters["shards_of_a_job"]
-    assert parameters["shards"] == others + parameters["shards_of_the_large_job"] > 20 * parameters["shards_of_a_job"]
-    for start in (result["empty"], result["full"]):
-        assert start["start_cpu_seconds"] > 0 and start["peak_bytes"] > start["private_bytes"] > 0
-    samples = {name: len(answer["seconds"]) for name, answer in result["answers"].items()}
-    assert samples == dict.fromkeys(ANSWERS, 5) | {"jobs, admin tool": 3, "shards, admin tool": 3, "commit": 20}
-    report.store("catalog", "A large catalog", result, catalog.markdown(result), "make bench-catalog", tmp_path)
-    section = (tmp_path / "RESULTS.md").read_text().split("<!-- catalog -->")[1]
-    assert all(f"| {name} | " in section for name in ANSWERS)
-
-
-@pytest.mark.bench
 def test_the_data_plane_is_measured_on_one_node_and_against_tcp_and_beside_a_crowd() -> None:
     result, _ = run("dataplane.transfers", None)
     assert_says_where_it_was_measured(result)
@@ -184,10 +148,10 @@ def test_a_run_replaces_its_own_section_of_the_results_only(tmp_path: Path) -> N
         },
         "provenance": {"date": "today", "git_commit": None, "python": "3", "torch": "2"},
     }
-    for name, body in (("storage", "old"), ("commits", r"kept \1"), ("storage", r"new \g<0>")):
+    for name, body in (("storage", "old"), ("dataplane", r"kept \1"), ("storage", r"new \g<0>")):
         report.store(name, name.title(), result, body, f"make bench-{name}", tmp_path)
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith(report.INTRODUCTION)
     assert "old" not in text and "kept \\1" in text and "new \\g<0>" in text
     assert (text.index("## Storage"), text.count("## ")) == (text.index("## "), 2)
-    assert json.loads((tmp_path / "results" / "commits.json").read_text()) == result
+    assert json.loads((tmp_path / "results" / "dataplane.json").read_text()) == result

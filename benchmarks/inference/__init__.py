@@ -1,1 +1,0 @@
-"""Measurements of inference from the store, beside plain PyTorch and Accelerate's `disk_offload`."""
