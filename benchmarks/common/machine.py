@@ -48,11 +48,6 @@ def check_free_bytes(directory: Path, needed_bytes: int, needed_by: str, remedy:
         raise BenchmarkError(f"--dir has {free} bytes free and {needed_by} needs {needed_bytes}; {remedy}")
 
 
-def resident_bytes() -> int:
-    """Return the bytes of this process's memory that are in RAM, shared memory included."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _git_commit() -> str | None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -33,22 +32,8 @@ class StoreDaemon:
         (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
         return int(line.split()[1]) << 10
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of RAM that the daemon has used at one time, mapped files and the arena included."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) << 10
 
-    @property
-    def cpu_seconds(self) -> float:
-        """The CPU time of all threads of the daemon so far."""
-        # The name of the program, in parentheses, may contain spaces.
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def free_address() -> str:
+def _free_address() -> str:
     """Return an address of the loopback at which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -56,18 +41,16 @@ def free_address() -> str:
 
 
 @contextmanager
-def started(
-    directory: Path, config: Mapping[str, Any], *, start_seconds: float = START_SECONDS, namespace: str = ""
-) -> Iterator[StoreDaemon]:
+def started(directory: Path, config: Mapping[str, Any], *, namespace: str = "") -> Iterator[StoreDaemon]:
     """Start a daemon with its files in `directory`, and terminate it at the end of the block.
 
     `config` is added to the daemon's configuration file. With a `namespace`, the daemon runs in that network namespace,
     in which `config` must have an address to listen on.
 
     Raises:
-        StoreUnavailableError: the daemon does not serve within `start_seconds`.
+        StoreUnavailableError: the daemon does not serve within START_SECONDS.
     """
-    address = free_address()
+    address = _free_address()
     values = {"state_dir": str(directory / "state"), "listen": address, "log_level": "warning"} | dict(config)
     path = directory / "daemon.toml"
     path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
@@ -76,7 +59,7 @@ def started(
     with subprocess.Popen([*enter, sys.executable, "-m", "paramserver", "serve", "--config", str(path)]) as process:
         try:
             # The address in another namespace cannot be reached from here, but the socket can.
-            wait_until_serving(socket_address if namespace else address, start_seconds)
+            wait_until_serving(socket_address if namespace else address, START_SECONDS)
             yield StoreDaemon(address=values["listen"], socket_address=socket_address, pid=process.pid)
         finally:
             process.terminate()

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-# The products of linear layers and experts, and the backward of attention. The forward of attention is not replaced,
-# because it is as fast in bf16.
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+# The products of linear layers, and the backward of attention. The forward of attention is not replaced, because it is
+# as fast in bf16.
+PRODUCTS = ("mm", "addmm")
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 

@@ -35,7 +35,7 @@ class Entry:
 
     Attributes:
         name: the contestant's name in the result.
-        kind, device, deferred, each_step: see `contestants.Spec`.
+        kind, device, deferred: see `contestants.Spec`.
         config_in: returns the contestant's config, given a directory for the files that it keeps on disk.
         python: the interpreter of the contestant's environment; None: the benchmark's own.
         environment: variables that are added to the benchmark's environment.
@@ -49,7 +49,6 @@ class Entry:
     config_in: Callable[[Path], Mapping[str, Any]] = field(default=lambda _: {})
     device: str = "cpu"
     deferred: bool = False
-    each_step: bool = False
     python: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
@@ -65,7 +64,7 @@ class Block:
         seconds, forward, backward, update: the seconds of each step, and of its three calls.
         losses: the loss of each step.
         settle_seconds: the time from the end of the last step until the background work was done.
-        facts: what the contestant reports of itself (`Contestant.facts`), after each step or after the last one.
+        facts: what the contestant reports of itself (`Contestant.facts`) after the last step.
         use: the CPU time and disk traffic of all steps and of the settling.
     """
 
@@ -75,7 +74,7 @@ class Block:
     update: list[float]
     losses: list[float]
     settle_seconds: float
-    facts: list[Mapping[str, Any]]
+    facts: Mapping[str, Any]
     use: Use
 
 
@@ -107,7 +106,7 @@ class Running:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [
             *(str(entry.python or sys.executable), "-m", "benchmarks.training.contestants"),
-            json.dumps(spec | {"device": entry.device, "deferred": entry.deferred, "each_step": entry.each_step}),
+            json.dumps(spec | {"device": entry.device, "deferred": entry.deferred}),
         ]
         return subprocess.Popen(
             command if self._limit is None else self._limit.command(command),

@@ -39,7 +39,6 @@ class Spec:
         device: the kind of device that computes, as "cpu" and "cuda".
         deferred: for "ours" and "deepspeed": build the model under `zero.Init`, so that it is never whole in memory.
             The initial values differ from those of the other contestants then.
-        each_step: report the facts after each step, which may take time, not only after the last step of a block.
     """
 
     kind: ContestantKind
@@ -47,7 +46,6 @@ class Spec:
     config: Mapping[str, Any]
     device: str = "cpu"
     deferred: bool = False
-    each_step: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
@@ -278,17 +276,17 @@ def begin(spec: Spec) -> Contestant:
 
 
 def make_steps(
-    contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, accumulation: int, each_step: bool
-) -> dict[str, list[Any]]:
-    """Make `count` steps with batches from `draw`, and return the fields of a `contestant_process.Block`, by step.
+    contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, accumulation: int
+) -> dict[str, list[float]]:
+    """Make `count` steps with batches from `draw`, and return the times and losses of a `contestant_process.Block`.
 
     A step has `accumulation` micro-batches. The loss, and the times of forward and backward, are those of the last one.
 
     A step lasts until the next one can begin. So reading the loss counts for the step. Work that a step leaves in the
     background, or to an accelerator, counts for the next step, which it slows.
     """
-    taken: dict[str, list[Any]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses", "facts")}
-    for number in range(count):
+    taken: dict[str, list[float]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses")}
+    for _ in range(count):
         began = time.perf_counter()
         for _ in range(accumulation - 1):
             contestant.backward(contestant.forward(draw()))
@@ -304,8 +302,6 @@ def make_steps(
         taken["seconds"].append(marks[-1] - began)
         for name, begun, ended in zip(("forward", "backward", "update"), marks, marks[1:], strict=False):
             taken[name].append(ended - begun)
-        if each_step or number == count - 1:
-            taken["facts"].append(contestant.facts())
     return taken
 
 
@@ -320,16 +316,13 @@ def serve(spec: Spec, answers: TextIO) -> None:
     data = batches(spec.task)
     answer({"ready": True})
     for line in sys.stdin:
-        taken: dict[str, Any] = make_steps(
-            contestant,
-            int(line),
-            lambda: next(data).to(spec.device),
-            accumulation=spec.task.accumulation,
-            each_step=spec.each_step,
+        taken = make_steps(
+            contestant, int(line), lambda: next(data).to(spec.device), accumulation=spec.task.accumulation
         )
+        facts = contestant.facts()
         begun = time.perf_counter()
         contestant.settle()
-        answer(taken | {"settle_seconds": time.perf_counter() - begun})
+        answer({**taken, "facts": facts, "settle_seconds": time.perf_counter() - begun})
     contestant.close()
 
 

@@ -46,9 +46,6 @@ def ours(
     durability: Durability,
     host_budget_bytes: int | None = None,
     deferred: bool = False,
-    each_step: bool = False,
-    units: Any = "blocks",
-    tiling: Mapping[str, Any] | None = None,
 ) -> Entry:
     """Return an entry of this project, with parameters, master weights and moments in `home`.
 
@@ -58,9 +55,6 @@ def ours(
         parameters: the number of elements of the model, from which the budgets are computed.
         host_budget_bytes: the host budget; None: one in which the whole model fits.
         deferred: see `contestants.Spec`.
-        each_step: see `contestants.Spec`.
-        units: the config key `paramserver.units`.
-        tiling: the config key `paramserver.tiling`; None: every layer is gathered as a whole.
     """
     fits = max(_LEAST_HOST_BYTES, parameters * _HOST_BYTES_PER_PARAMETER)
 
@@ -78,13 +72,12 @@ def ours(
                 "durability": durability,
                 "host_budget": fits if host_budget_bytes is None else host_budget_bytes,
                 "nvme_budget": max(_LEAST_NVME_BYTES, parameters * _NVME_BYTES_PER_PARAMETER),
-                "units": units,
-            }
-            | ({} if tiling is None else {"tiling": tiling}),
+                "units": "blocks",
+            },
         }
 
     probed = home == "nvme" or durability == "step"
-    return Entry(name=name, kind="ours", config_in=config, deferred=deferred, each_step=each_step, probed=probed)
+    return Entry(name=name, kind="ours", config_in=config, deferred=deferred, probed=probed)
 
 
 def deepspeed(

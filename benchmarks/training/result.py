@@ -116,7 +116,7 @@ def summary(standing: Standing, reference: Standing, task: TrainingTask) -> dict
         "roofline": _roofline(standing, reference),
         "losses": standing.losses,
         "loss_difference": loss_difference(standing, reference),
-        "facts": blocks[-1].facts[-1],
+        "facts": blocks[-1].facts,
     }
 
 

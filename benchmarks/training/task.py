@@ -6,9 +6,7 @@ This module must need nothing but the standard library, because DeepSpeed's envi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-ModelKind = Literal["gpt2", "opt_layer_drop", "mixtral", "mixtral_experts"]
+from typing import Any
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
@@ -17,7 +15,7 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """A model, its batches, and the clipping of its gradients.
+    """A GPT-2, its batches, and the clipping of its gradients.
 
     All tasks have in common: bf16 with fp32 master weights and moments, AdamW, no dropout.
 
@@ -31,7 +29,6 @@ class TrainingTask:
         checkpoints: whether blocks are checkpointed: of each one only the input is kept, and its forward runs twice.
     """
 
-    model: ModelKind = "gpt2"
     layers: int
     hidden: int
     vocab: int
@@ -47,13 +44,13 @@ class TrainingTask:
 
     @property
     def gpt2_parameters(self) -> int:
-        """The number of elements of a GPT-2 of this shape: embeddings of tokens and positions, blocks, last norm."""
+        """The number of elements of the model: embeddings of tokens and positions, blocks, last norm."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return (self.vocab + self.tokens + 2) * self.hidden + self.layers * block
 
     @property
     def largest_parameter(self) -> int:
-        """The number of elements of the largest parameter of a GPT-2 of this shape.
+        """The number of elements of the largest parameter of the model.
 
         It is either the embedding of tokens or a layer of the MLP.
         """

@@ -87,7 +87,7 @@ def block(*seconds: float, losses: list[float] | None = None) -> Block:
         update=values,
         losses=[] if losses is None else losses,
         settle_seconds=0.0,
-        facts=[{}],
+        facts={},
         use=USE,
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.training import bf16_emulation
 from benchmarks.training.models import batches, build
-from benchmarks.training.task import ModelKind, TrainingTask
+from benchmarks.training.task import TrainingTask
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -20,9 +20,8 @@ def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]
     return found | {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
-def test_a_model_has_the_same_gradients_up_to_rounding(kind: ModelKind) -> None:
-    task = TrainingTask(model=kind, layers=2, hidden=64, vocab=64, batch=2, tokens=16)
+def test_a_model_has_the_same_gradients_up_to_rounding() -> None:
+    task = TrainingTask(layers=2, hidden=64, vocab=64, batch=2, tokens=16)
     model = build(task).to(torch.bfloat16)
     tokens = next(batches(task))
     own = gradients(model, tokens)
