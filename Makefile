@@ -211,7 +211,7 @@ bench-overlap: venv ## Count which part of the copies to a device runs under its
 bench-remote: venv ## Measure steps with states in the memory of other nodes, by the link's speed (root); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.lenders --results
 
-bench-beside: venv ## Compare steps with those of an earlier commit; updates RESULTS.md (COMMIT=361ccf7 OPTIONS='--heat host')
+bench-beside: venv ## Compare steps with those of an earlier commit; updates RESULTS.md (COMMIT=361ccf7 OPTIONS='--heat host --layers 4')
 	$(BIN)/python -m benchmarks.training.beside $(COMMIT) --results $(OPTIONS)
 
 plots: venv ## Draw the pictures of benchmarks/results anew

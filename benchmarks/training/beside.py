@@ -3,10 +3,11 @@
 The earlier commit is checked out beside this one, and both run `benchmarks.training.step` of their own with this
 environment, in turns. A turn is one round of all heats. The result is one JSON object:
 
-- `machine`, `provenance`, `commit` (the earlier one)
+- `machine`, `provenance`, `commit` (the earlier one), `rounds`, and `options`, with which both ran
 - `contestants`: for each one that both commits have, `seconds` and `earlier_seconds` of a step, for each turn; and this
-  commit by the earlier one (median, least and most of the turns): `ratio` of the seconds, `beside_plain` of the seconds
-  divided by those of plain PyTorch in the same turn, and `memory_ratio`
+  commit by the earlier one: `ratio` of the seconds, `beside_plain` of the seconds divided by those of plain PyTorch in
+  the same turn, and `memory_ratio`. Each of the three is the median of the pairs, and the two ends of its 95 % interval
+  (`median_interval` of benchmarks/common/measure.py), which fewer than six pairs do not have
 
 The commits run the same code for plain PyTorch, so its `ratio` says how much the machine changed between their turns.
 The benchmark fails if the losses of the commits differ in a bit.
@@ -31,11 +32,13 @@ import typer
 
 from benchmarks.common import report
 from benchmarks.common.machine import ROOT
-from benchmarks.common.measure import BenchmarkError
+from benchmarks.common.measure import BenchmarkError, median_interval
 from benchmarks.training.step import BUILD, HeatName
+from benchmarks.training.task import HEAD_WIDTH
 
 RATIOS = ("ratio", "beside_plain", "memory_ratio")
 HEATS = (HeatName.NVME, HeatName.HOST, HeatName.DEVICE)
+_OF_STEP = "As of benchmarks.training.step"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -87,7 +90,8 @@ def measure(
             typer.echo(f"round {number + 1} of {rounds}", err=True)
             turns.append([turn(tree, directory, heats, options) for tree in (earlier, ROOT)])
     names = [name for name in turns[0][1] if name in turns[0][0]]
-    return {"commit": commit, "rounds": rounds, "contestants": {name: _compared(name, turns) for name in names}}
+    compared = {name: _compared(name, turns) for name in names}
+    return {"commit": commit, "rounds": rounds, "options": list(options), "contestants": compared}
 
 
 def _compared(name: str, turns: Sequence[Sequence[dict[str, dict[str, Any]]]]) -> dict[str, Any]:
@@ -98,14 +102,20 @@ def _compared(name: str, turns: Sequence[Sequence[dict[str, dict[str, Any]]]]) -
     return {
         "seconds": [present["median"] for _, present in pairs],
         "earlier_seconds": [earlier["median"] for earlier, _ in pairs],
-        "ratio": _spread([present["median"] / earlier["median"] for earlier, present in pairs]),
-        "beside_plain": _spread([present["ratio"] / earlier["ratio"] for earlier, present in pairs]),
-        "memory_ratio": _spread([p["memory"]["total"] / e["memory"]["total"] for e, p in pairs]),
+        "ratio": _median([present["median"] / earlier["median"] for earlier, present in pairs]),
+        "beside_plain": _median([present["ratio"] / earlier["ratio"] for earlier, present in pairs]),
+        "memory_ratio": _median([p["memory"]["total"] / e["memory"]["total"] for e, p in pairs]),
     }
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
+def _median(values: Sequence[float]) -> list[float]:
+    """Return the median, and the two ends of its interval if there are enough values for one."""
+    return [round(value, 3) for value in (statistics.median(values), *(median_interval(values) or ()))]
+
+
+def _in_words(median: float, *interval: float) -> str:
+    ends = " ({:.3f} to {:.3f})".format(*interval) if interval else ""
+    return f"{median:.3f}{ends}"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -115,15 +125,15 @@ def markdown(result: dict[str, Any]) -> str:
             name,
             f"{statistics.median(figures['earlier_seconds']):.3f}",
             f"{statistics.median(figures['seconds']):.3f}",
-            *("{:.3f} ({:.3f} to {:.3f})".format(*figures[key]) for key in RATIOS),
+            *(_in_words(*figures[key]) for key in RATIOS),
         ]
         for name, figures in result["contestants"].items()
     ]
     introduction = (
         f"`bench-step` of commit {result['commit']} and of this one in turns, {result['rounds']} of each; the losses "
         "are the same, bit for bit. Ratios are this commit by the earlier one: of seconds, of seconds divided by those "
-        "of `plain` in the same turn, and of memory. `plain` is the same code in both commits, so its ratio shows what "
-        "the machine adds."
+        "of `plain` in the same turn, and of memory; the median of the pairs, with its 95 % interval. `plain` is the "
+        "same code in both commits, so its ratio shows what the machine adds."
     )
     header = ("contestant", "s, earlier", "s, now", "ratio", "beside plain", "memory")
     return f"{introduction}\n\n{report.table(header, rows)}"
@@ -133,19 +143,27 @@ def markdown(result: dict[str, Any]) -> str:
 def main(
     commit: Annotated[str, typer.Argument(help="The earlier commit.")],
     directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = BUILD / "bench",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each commit.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each commit; fewer than 6 give no interval.")] = 12,
     heats: Annotated[list[HeatName] | None, typer.Option("--heat", help="Only this one; may be repeated.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help=f"{_OF_STEP}.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=HEAD_WIDTH, help=f"{_OF_STEP}; a multiple of {HEAD_WIDTH}.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=f"{_OF_STEP}: sequences of a step.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help=f"{_OF_STEP}: length of a sequence.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help=f"{_OF_STEP}: steps of a round.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
     """Run the benchmark, and print its result or the error that ended it."""
-    options = " ".join([*(f"--heat {heat}" for heat in heats or ()), f"--rounds {rounds}"])
+    size = {"--layers": layers, "--hidden": hidden, "--batch": batch, "--tokens": tokens, "--steps": steps}
+    passed_on = [word for name, value in size.items() if value is not None for word in (name, str(value))]
+    options = " ".join([*(f"--heat {heat}" for heat in heats or ()), f"--rounds {rounds}", *passed_on])
+    passed_on += ["--quick"] if quick else []
     report.run(
         "beside",
         "A step beside that of an earlier commit",
         "bench-beside",
-        lambda: measure(commit, rounds, heats or HEATS, directory.resolve(), ["--quick"] if quick else []),
+        lambda: measure(commit, rounds, heats or HEATS, directory.resolve(), passed_on),
         markdown,
         directory=directory,
         as_json=as_json,

@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import plots
-from benchmarks.common import machine
+from benchmarks.common import machine, report
 from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
-from benchmarks.training import depth, scale
+from benchmarks.training import beside, depth, scale
 from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
 from benchmarks.training.contestant_process import Block, Entry
 from benchmarks.training.heat import Standing
@@ -73,9 +76,32 @@ def test_a_commit_is_compared_with_itself(tmp_path: Path) -> None:
     assert set(result["contestants"]) == {"device: plain", "device: host, durable", "device: device"}
     for figures in result["contestants"].values():
         assert len(figures["seconds"]) == len(figures["earlier_seconds"]) == 1
-        assert all(len(figures[ratio]) == 3 for ratio in ("ratio", "beside_plain", "memory_ratio"))
+        # One pair has a median, and no interval.
+        assert all(len(figures[ratio]) == 1 for ratio in beside.RATIOS)
     listed = subprocess.run(["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "beside-" not in listed.stdout
+
+
+def test_both_commits_train_the_same_size_and_their_ratio_has_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of this commit takes 1.1 to 2.1 times as long, and once 40 times, because the machine was busy."""
+    times = [value for number in range(12) for value in (1.0, 1.1 + number / 10 if number < 11 else 40.0)]
+    asked: list[Sequence[str]] = []
+
+    def turn(_tree: Path, _directory: Path, _heats: Sequence[str], options: Sequence[str]) -> dict[str, dict[str, Any]]:
+        asked.append(options)
+        return {"host: host": {"losses": [1.0], "median": times.pop(0), "ratio": 1.0, "memory": {"total": 8}}}
+
+    results: list[dict[str, Any]] = []
+    monkeypatch.setattr(beside, "turn", turn)
+    monkeypatch.setattr(beside, "checked_out", lambda _: nullcontext(ROOT))
+    monkeypatch.setattr(report, "run", lambda *arguments, **_: results.append(arguments[3]()))
+    asking = ["HEAD", "--layers", "2", "--hidden", "128", "--batch", "3", "--tokens", "9", "--steps", "5"]
+    assert CliRunner().invoke(beside.app, asking).exit_code == 0
+
+    (result,) = results
+    assert asked == [asking[1:]] * 24
+    assert result["contestants"]["host: host"]["ratio"] == [1.65, 1.3, 2.0]
+    assert "| 1.000 | 1.650 | 1.650 (1.300 to 2.000) | 1.000 (1.000 to 1.000) |" in beside.markdown(result)
 
 
 def block(*seconds: float, losses: list[float] | None = None) -> Block:

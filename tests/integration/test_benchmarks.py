@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import report
-from benchmarks.common.measure import Sample
+from benchmarks.common.measure import Sample, median_interval
 from benchmarks.common.measure import report as compare
 from benchmarks.dataplane import transfers
 from benchmarks.storage import fio
@@ -134,6 +134,15 @@ def test_a_ratio_is_the_median_over_pairs_not_a_ratio_of_medians() -> None:
     assert result["ratios"] == [0.5, 1.0, 2.0]
     assert result["ratio"] == 1.0
     assert compare([], samples(1))["ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("count", "interval"), [(1, None), (5, None), (6, (0, 5)), (8, (0, 7)), (9, (1, 7)), (12, (2, 9)), (20, (5, 14))]
+)
+def test_the_interval_of_a_median_is_that_of_the_tables(count: int, interval: tuple[int, int] | None) -> None:
+    values = [7 * number % count for number in range(count)]
+
+    assert median_interval(values) == interval
 
 
 def test_a_run_replaces_its_own_section_of_the_results_only(tmp_path: Path) -> None:
