@@ -202,9 +202,6 @@ bench-costs: venv ## Count the bytes that a step moves for each parameter, by th
 bench-gpu: venv ## Measure a step on a GPU beside plain PyTorch, FSDP2 (DEEPSPEED=DIR: and DeepSpeed); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.gpu --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
-bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.planning.plan --results
-
 bench-overlap: venv ## Count which part of the copies to a device runs under its kernels (simulated); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.overlap --results
 

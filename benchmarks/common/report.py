@@ -19,7 +19,7 @@ HERE = Path(__file__).parents[1]
 INTRODUCTION = """# Results
 
 Measured by `make bench-storage`, `bench-dataplane`, `bench-step`, `bench-scale`, `bench-depth`, `bench-activations`,
-`bench-costs`, `bench-gpu`, `bench-plan`, `bench-overlap`, `bench-remote` and `bench-beside`, which replace their
+`bench-costs`, `bench-gpu`, `bench-overlap`, `bench-remote` and `bench-beside`, which replace their
 sections. All samples are in `results/`. Ratios compare runs that took turns; the rates themselves are of one machine on
 one day. Benchmarks that have answered their question are on [a page of their own](../docs/measured-2026-11.md).
 """

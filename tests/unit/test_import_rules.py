@@ -81,7 +81,7 @@ FLOORS = {
         "accelerate lightning plan utils",
         "__init__",
     ),
-    "benchmarks": ("__init__ common plots", "dataplane storage training", "planning"),
+    "benchmarks": ("__init__ common plots", "dataplane storage training"),
 }
 
 

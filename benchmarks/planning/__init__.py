@@ -1,1 +1,0 @@
-"""Predictions of `paramserver plan` beside measurements, for eight small jobs on CPUs."""
