@@ -84,7 +84,6 @@ def find_need(
         units=host.units,
         buffer_bytes=buffers,
         header_bytes=header,
-        spare_bytes=max(0, host.spare_without_spilling(host_budget, header + buffers)),
         passing_bytes=sum(tally.passing),
         least_host_budget=host_budget_for(header + host.total + one_of_each_rank),
         ample_host_budget=host_budget_for(header + host.room_without_spilling + one_of_each_rank),

@@ -29,8 +29,6 @@ class StoreNeed:
         units: number of these units.
         buffer_bytes: host memory for the optimizer's buffers, which depends on the host budget that the caller gave.
         header_bytes: host memory for the arena's header.
-        spare_bytes: bytes of the host budget that no step needs, even with all of its gradients in host memory. Updates
-            that begin before their step is voted for keep their results there.
         passing_bytes: parameters that are placed elsewhere and pass through host memory.
         least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
         ample_host_budget: the smallest host budget with which all gradients that are placed in host memory stay there.
@@ -53,7 +51,6 @@ class StoreNeed:
     units: int
     buffer_bytes: int
     header_bytes: int
-    spare_bytes: int
     passing_bytes: int
     least_host_budget: int
     ample_host_budget: int

@@ -32,7 +32,7 @@ from tests.integration.support.training import Result, Run, assert_bit_equal
 from trainer_client.config.loading import load_config
 from trainer_client.lanes.device_lanes import DeviceClock, DeviceLanes
 from trainer_client.plan.boundaries import OffloadRule
-from trainer_client.plan.rehearsal import rehearse
+from trainer_client.plan.rehearsal import GradientRule, rehearse
 from trainer_client.report import reporter
 from trainer_client.report.step_report import StepReport, make_report
 from trainer_client.step import gradients
@@ -381,6 +381,7 @@ ROWS = 2048
 BOUNDARY = ROWS * 64 * 4
 # The bytes of the parameters of a block, and of their gradients.
 BLOCK = 4 * (2 * 64 * 256 + 256 + 64)
+NO_GRADIENTS = GradientRule(group_of={}, full_bytes={}, partition_bytes={}, kept_bytes={}, is_reduced_at_once=True)
 
 
 @pytest.mark.parametrize("schedule", ["nothing late", "copies late"])
@@ -393,7 +394,8 @@ def test_boundaries_in_the_store_leave_the_device_as_much_memory_as_a_plan_says(
         raw = configs(paramserver=section, optimizer={"type": "AdamW"}, gradient_clipping=0.0)
         rule = OffloadRule.of(load_config(raw, {}))
         found = rehearse(Tower, lambda _: {"tokens": torch.zeros(ROWS, 64)}, None, rule)
-        planned.append(found.peak_bytes_without_gradients() + 3 * max(found.boundaries, default=0))
+        live = found.peak_bytes(NO_GRADIENTS, in_heap=False)
+        planned.append(live + 3 * max(found.boundaries, default=0))
         lag.reset()
         lag.SCHEDULES[schedule].use()
         with registered_arena():

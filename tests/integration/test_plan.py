@@ -134,7 +134,7 @@ def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
     raw = config(tmp_path / "state", stage=stage, homes=homes, bf16=True)
     layout, _ = planned(tmp_path, raw)
     loaded = load_config(raw, {})
-    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=()), find_need)
     traffic = find_traffic(layout, memory, loaded, 1, is_cpu=True)
 
     with served(raw) as job, trainer_client.initialize(model=model(), config=job)[0] as engine:
@@ -161,7 +161,7 @@ def test_gradients_placed_on_nvme_are_written_as_often_as_a_plan_says(tmp_path: 
     layout, need = planned(tmp_path, raw)
     raw["paramserver"]["nvme_budget"] = need.nvme_bytes + MIB // 16
     loaded = load_config(raw, {})
-    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=()), find_need)
     traffic = find_traffic(layout, memory, loaded, 2, is_cpu=True)
     address = f"unix:{tmp_path / 'state'}/paramserver.sock"
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from torch import nn
 
 from paramserver.contract.device_reads import FindHits
-from paramserver.contract.optimizer_threads import MOST_BY_DEFAULT, by_default
 from paramserver.contract.printable import printable
-from paramserver.contract.sizes import Size
 from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.loading import load_config
@@ -29,17 +23,15 @@ from trainer_client.config.older_names import with_todays_names
 from trainer_client.config.paramserver import configured_device_kind
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.boundaries import OffloadRule
+from trainer_client.plan.known_rates import NO_RATES, GivenRates, published_rates, rates_here, size_of
 from trainer_client.plan.layout import World
-from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here, shared_rate
+from trainer_client.plan.machine import Capacities, capacities_here
 from trainer_client.plan.memory import RANK_BYTES
 from trainer_client.plan.model import build, find_builder
 from trainer_client.plan.model_inputs import make_batch
 from trainer_client.plan.nodes import NODES, Node, find_node
-from trainer_client.plan.overhead import probe_overhead, small_config
-from trainer_client.plan.plan import Job, Plan, best_placement, plan, smallest_change, with_budgets
-from trainer_client.plan.printing import assumptions, show, to_dict
-from trainer_client.plan.probe import probe
-from trainer_client.plan.real_pass import RealPass, can_be_real
+from trainer_client.plan.plan import Job, best_placement, plan, smallest_change, with_budgets
+from trainer_client.plan.printing import show, to_dict
 from trainer_client.plan.rehearsal import Rehearsal, rehearse
 
 DEFAULT_CONFIG: Mapping[str, Any] = {
@@ -53,10 +45,6 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
     },
 }
 _DEFAULT_TOKENS = 2048
-_PUBLISHED = "those of the node as published, where they are not given, and of this daemon as measured on CPUs"
-# Without a probe, the bytes that a rank is assumed to copy in a second, those that it copies into fresh memory, and the
-# elements that it updates. They suit two server processors of 2020 and later.
-_COPY, _FRESH_COPY, _UPDATE = 10e9, 2e9, 300e6
 
 # Keys about a daemon that an operator runs. `insecure` is also for a collector of traces.
 _OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
@@ -64,104 +52,113 @@ _OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RATE = "bytes per second, as 5GB; without it, measured here"
 
+# The types of the options, in their order.
+_Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."),
+]
+_Config = Annotated[Path | None, typer.Option(help="The training config. [bf16, AdamW, stage 3, everything on nvme]")]
+_Node = Annotated[
+    str | None,
+    typer.Option(help=f"A node as published, in place of this machine: {', '.join(NODES)}. Other options win."),
+]
+_Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. [the GPUs of --node, or 1]", metavar="N")]
+_Nodes = Annotated[int, typer.Option(min=1, help="Nodes, each with a store.", metavar="N")]
+_Tokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a sample. [2048, or as many as the model has positions]")
+]
+_Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="MODULE:CALLABLE of (samples, tokens) that returns the arguments of forward. [input_ids, labels]"
+    ),
+]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda. [as paramserver.device says here]")]
+_Hbm = Annotated[str | None, typer.Option(help="Memory of one rank's device. [this machine's]")]
+_HostMemory = Annotated[str | None, typer.Option(help="Host memory of a node. [this machine's]")]
+_NvmeCapacity = Annotated[str | None, typer.Option(help="NVMe of a node. [what is free around --dir]")]
+_HostBudget = Annotated[
+    str | None, typer.Option(help="Of the daemon, in place of the config's, as for one that an operator runs.")
+]
+_NvmeBudget = Annotated[str | None, typer.Option(help="Of the daemon, likewise.")]
+_NvmeRate = Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")]
+_NvmeBoth = Annotated[
+    str | None, typer.Option(help="Each way while it does both. [as if a device divided its time, if both are given]")
+]
+_DeviceLink = Annotated[str | None, typer.Option(help=f"Between host memory and a device, {_RATE}.")]
+_Collective = Annotated[
+    str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}; several nodes need it.")
+]
+_Flops = Annotated[
+    float | None, typer.Option(help="Floating-point operations per second of a rank. [the operations are timed]")
+]
+_OptimizerThreads = Annotated[
+    int | None, typer.Option(min=1, help="The daemon's key. [as the daemon would choose]", metavar="N")
+]
+_Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Where the state would be; it is probed, and left as it was. [as the config says]"),
+]
+_Probe = Annotated[bool, typer.Option("--probe/--no-probe", help="Measure what is not given.")]
+_Search = Annotated[bool, typer.Option("--search/--no-search", help="Look for the best placement.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON for programs.")]
+
 
 @app.command()
 def plan_job(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."
-        ),
-    ],
-    config: Annotated[
-        Path | None, typer.Option(help="The training config. [bf16, AdamW, stage 3, everything on nvme]")
-    ] = None,
-    node: Annotated[
-        str | None,
-        typer.Option(help=f"A node as published, in place of this machine: {', '.join(NODES)}. Other options win."),
-    ] = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on each node. [the GPUs of --node, or 1]", metavar="N")
-    ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes, each with a store.", metavar="N")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample. [2048, or as many as the model has positions]")
-    ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="MODULE:CALLABLE of (samples, tokens) that returns the arguments of forward. [input_ids, labels]"
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [as paramserver.device says here]")] = None,
-    hbm: Annotated[str | None, typer.Option(help="Memory of one rank's device. [this machine's]")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory of a node. [this machine's]")] = None,
-    nvme_capacity: Annotated[str | None, typer.Option(help="NVMe of a node. [what is free around --dir]")] = None,
-    host_budget: Annotated[
-        str | None, typer.Option(help="Of the daemon, in place of the config's, as for one that an operator runs.")
-    ] = None,
-    nvme_budget: Annotated[str | None, typer.Option(help="Of the daemon, likewise.")] = None,
-    nvme_read: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
-    nvme_write: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
-    nvme_both: Annotated[
-        str | None,
-        typer.Option(help="Each way while it does both. [as if a device divided its time, if both are given]"),
-    ] = None,
-    device_link: Annotated[str | None, typer.Option(help=f"Between host memory and a device, {_RATE}.")] = None,
-    collective: Annotated[
-        str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}; several nodes need it.")
-    ] = None,
-    flops: Annotated[
-        float | None, typer.Option(help="Floating-point operations per second of a rank. [the operations are timed]")
-    ] = None,
-    optimizer_threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="The daemon's key. [as the daemon would choose]", metavar="N"),
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where the state would be; it is probed, and left as it was. [as the config says]"),
-    ] = None,
-    with_probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Measure what is not given.")] = True,
-    search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best placement.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON for programs.")] = False,
+    model: _Model,
+    config: _Config = None,
+    node: _Node = None,
+    nproc_per_node: _Ranks = None,
+    nnodes: _Nodes = 1,
+    tokens: _Tokens = None,
+    inputs: _Inputs = None,
+    device: _Device = None,
+    hbm: _Hbm = None,
+    host_memory: _HostMemory = None,
+    nvme_capacity: _NvmeCapacity = None,
+    host_budget: _HostBudget = None,
+    nvme_budget: _NvmeBudget = None,
+    nvme_read: _NvmeRate = None,
+    nvme_write: _NvmeRate = None,
+    nvme_both: _NvmeBoth = None,
+    device_link: _DeviceLink = None,
+    collective: _Collective = None,
+    flops: _Flops = None,
+    optimizer_threads: _OptimizerThreads = None,
+    directory: _Directory = None,
+    with_probe: _Probe = True,
+    search: _Search = True,
+    as_json: _Json = False,
 ) -> None:
     """Say how many bytes a job takes on each tier and rank, whether it fits, and what bounds its step.
 
     Nothing is trained: the model is built without memory, laid out as `initialize` does it, and run once without
-    values. A probe of some seconds times the operations of a step, copies, collectives and the directory's NVMe. On the
-    CPU it also trains a small job, which shows the time of the library's own code.
+    values. A probe of some seconds times the operations of a step, updates, copies, collectives and the directory's
+    NVMe. The step takes between the longest of its parts and their sum, beside what no rate has.
 
     Exit status: 0 if the job fits, 3 if it does not, 2 for wrong options or a config that would be refused.
     """
+    sizes = {"device": hbm, "host": host_memory, "nvme": nvme_capacity}
+    budgets = {"host_budget": host_budget, "nvme_budget": nvme_budget}
+    rates = {"nvme_read": nvme_read, "nvme_write": nvme_write, "nvme_both": nvme_both}
+    rates |= {"device_link": device_link, "collective": collective}
     try:
         published = None if node is None else find_node(node)
-        ranks = nproc_per_node or (1 if published is None else published.gpus)
+        raw = dict(DEFAULT_CONFIG) if config is None else read_config_file(config)
         found = _plan(
-            figures=context.obj,
-            node=published,
+            context.obj,
             source=model,
-            raw=_for_own_daemon(
-                dict(DEFAULT_CONFIG) if config is None else read_config_file(config),
-                {"host_budget": host_budget, "nvme_budget": nvme_budget},
-            ),
-            world=World(ranks=ranks, nodes=nnodes),
-            tokens=tokens,
             inputs=inputs,
+            tokens=tokens,
+            raw=with_todays_names(_for_own_daemon(raw, budgets)),
+            world=World(ranks=nproc_per_node or (1 if published is None else published.gpus), nodes=nnodes),
+            node=published,
             device=device,
-            sizes={"device": hbm, "host": host_memory, "nvme": nvme_capacity},
-            rates={
-                "nvme_read": nvme_read,
-                "nvme_write": nvme_write,
-                "nvme_both": nvme_both,
-                "device_link": device_link,
-                "collective": collective,
-            },
-            flops=flops,
-            optimizer_threads=optimizer_threads,
+            sizes=sizes,
+            given=GivenRates.of(rates, flops, optimizer_threads, with_probe=with_probe),
             directory=directory,
-            with_probe=with_probe,
             search=search,
         )
     except TrainerClientError as error:
@@ -186,29 +183,22 @@ def main(arguments: list[str], find_need: FindNeed, find_hits: FindHits) -> None
 
 
 def _plan(
-    *,
     figures: tuple[FindNeed, FindHits],
-    node: Node | None,
+    *,
     source: str,
+    inputs: str | None,
+    tokens: int | None,
     raw: Mapping[str, Any],
     world: World,
-    tokens: int | None,
-    inputs: str | None,
+    node: Node | None,
     device: str | None,
     sizes: Mapping[str, str | None],
-    rates: Mapping[str, str | None],
-    flops: float | None,
-    optimizer_threads: int | None,
+    given: GivenRates,
     directory: Path | None,
-    with_probe: bool,
     search: bool,
 ) -> dict[str, Any]:
     """Return the figures of a plan, as `to_dict` makes them, for these options. It can raise ConfigError."""
-    device = _device_of(device, node, world, raw)
-    if flops is not None and not (flops > 0 and math.isfinite(flops)):
-        raise ConfigError(f"--flops {flops:g} is not a rate: write a number above 0, for example 4e14")
-    raw = with_todays_names(raw)
-    find_need, find_hits = figures
+    kind = _device_of(device, node, world, raw)
     builder = find_builder(source)
     shape = build(builder)
     sequence = tokens or _sequence(shape)
@@ -220,31 +210,40 @@ def _plan(
     ) -> Rehearsal:
         return rehearse(builder, lambda _: batch(samples, sequence), dtype, offload, autocast_dtype)
 
-    given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
     if directory is None:
         directory = load_config(raw, {}, {parameter.dtype for parameter in shape.parameters()}).state_dir()
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
+    find_need, find_hits = figures
     job = Job(
         # Laying out a model does not change it, so all plans use the same model.
         build=lambda: shape,
         rehearse=rehearsed,
-        compute_seconds=lambda rehearsal: 0.0,
-        overhead=_NO_OVERHEAD,
         world=world,
-        capacities=_capacities(here, sizes, device, world.ranks),
-        rates=_UNKNOWN if node is None else _rates(node.rates(world), given),
-        rates_in=None if node is None else lambda other: _rates(node.rates(other), given),
-        devices=1 if node is None else node.devices,
+        capacities=_capacities(here, sizes, kind, world.ranks),
+        rates=NO_RATES if node is None else published_rates(node, given),
         find_need=find_need,
         find_hits=find_hits,
         sequence=sequence,
-        device=device,
-        store_has_cores=device != "cpu",
-        optimizer_threads=optimizer_threads or _optimizer_threads(node),
+        device=kind,
     )
-    if node is not None:
-        return _plan_as_published(job, raw, node.flops if flops is None else flops, search=search)
-    return _plan_as_measured(job, raw, source, inputs, given, flops, directory, with_probe=with_probe, search=search)
+    # The first plan is made before anything is measured, because it checks the config and finds the operations of a
+    # step.
+    wanted = plan(job, raw)
+    if node is None:
+        rates = rates_here(given, wanted.rehearsal, world, dtype=wanted.dtype, device=kind, directory=directory)
+        job = replace(job, rates=rates)
+        wanted = plan(job, raw)
+    elif not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
+        wanted = with_budgets(job, wanted)
+    found = to_dict(
+        job,
+        wanted,
+        change=None if wanted.fits else smallest_change(job, wanted),
+        best=best_placement(job, raw) if search else None,
+    )
+    if node is None:
+        found["assumptions"].append(f"Where it is not given, NVMe is that of the file system of {directory}.")
+    return found
 
 
 def _device_of(option: str | None, node: Node | None, world: World, raw: Mapping[str, Any]) -> str:
@@ -266,148 +265,6 @@ def _device_of(option: str | None, node: Node | None, world: World, raw: Mapping
     return device
 
 
-def _plan_as_published(job: Job, raw: Mapping[str, Any], flops: float, *, search: bool) -> dict[str, Any]:
-    """Return the figures of a plan for a node as published, without a measurement.
-
-    Args:
-        flops: the floating-point operations that a rank makes in a second.
-    """
-    job = replace(job, compute_seconds=lambda rehearsal: rehearsal.flops / flops)
-    wanted = plan(job, raw)
-    if not {"host_budget", "nvme_budget"} & raw.get("paramserver", {}).keys():
-        wanted = with_budgets(job, wanted)
-    return _result(job, wanted, (_PUBLISHED, f"that of {flops:.3g} FLOPs a second"), raw, search=search)
-
-
-def _plan_as_measured(
-    job: Job,
-    raw: Mapping[str, Any],
-    source: str,
-    inputs: str | None,
-    given: Mapping[str, int],
-    flops: float | None,
-    directory: Path,
-    *,
-    with_probe: bool,
-    search: bool,
-) -> dict[str, Any]:
-    """Return the figures of a plan for this machine.
-
-    Args:
-        source, inputs: the model and the option `--inputs`, from which another process makes them anew.
-        given: the rates that the options give; the others are measured.
-        flops: the floating-point operations that a rank makes in a second; None: its computation is timed.
-        directory: the directory that is probed.
-    """
-    # The first plan is made before anything is measured, because it checks the config and finds the operations of a
-    # step.
-    first = plan(job, raw)
-    real_pass = RealPass(
-        source=source,
-        inputs=inputs,
-        samples=first.batch.micro,
-        tokens=job.sequence,
-        dtype=first.dtype,
-        autocast_dtype=first.autocast_dtype,
-    )
-    whole = sum(planned.group.whole_bytes for planned in first.layout.groups)
-    is_real = job.device == "cpu" and can_be_real(first.rehearsal, whole, job.capacities.host, job.world.ranks)
-    job, sources = _with_rates(
-        job,
-        first.rehearsal,
-        given,
-        flops,
-        directory,
-        real_pass if is_real else None,
-        dtype=first.dtype,
-        with_probe=with_probe,
-    )
-    if with_probe and job.device == "cpu":
-        job = replace(job, overhead=_overhead_of(first, directory, beyond_operations=not is_real))
-    found = _result(job, plan(job, raw), sources, raw, search=search)
-    found["assumptions"].append(f"Where it is not given, NVMe is that of the file system of {directory}.")
-    return found
-
-
-def _result(
-    job: Job, wanted: Plan, sources: tuple[str, str], raw: Mapping[str, Any], *, search: bool
-) -> dict[str, Any]:
-    """Return all figures of a plan, with the change that makes it fit and the best placement."""
-    change = None if wanted.fits else smallest_change(job, wanted)
-    best = best_placement(job, raw) if search else None
-    return to_dict(wanted, job.capacities, job.rates, assumptions(wanted, job.overhead, *sources), change, best)
-
-
-def _with_rates(
-    job: Job,
-    rehearsal: Rehearsal,
-    given: Mapping[str, int],
-    flops: float | None,
-    directory: Path,
-    real_pass: RealPass | None,
-    *,
-    dtype: torch.dtype | None,
-    with_probe: bool,
-) -> tuple[Job, tuple[str, str]]:
-    """Return the job with the rates of its machine, and two phrases: the sources of the rates and of the compute time.
-
-    Raises:
-        ConfigError: a rate is not given, and the options forbid to measure it.
-    """
-    measured, seconds, rates_from = _UNKNOWN, 0.0, "given"
-    if missing := _missing_rates(job, given, flops):
-        _check_measurable(job, missing, with_probe=with_probe)
-        measured, seconds = probe(
-            {} if flops is not None else rehearsal.operations,
-            real_pass=real_pass if flops is None else None,
-            dtype=dtype,
-            ranks=job.world.ranks,
-            threads=_threads(job.world.ranks),
-            directory=None if {"nvme_read", "nvme_write"} <= given.keys() else directory,
-            device=job.device,
-            optimizer_threads=job.optimizer_threads,
-        )
-        rates_from = "measured here, with all ranks of a node at once, where they are not given"
-
-    def compute_seconds(other: Rehearsal) -> float:
-        if flops is not None:
-            return other.flops / flops
-        # A micro-batch of another size or precision is assumed to run at the same floating-point operations per second.
-        return seconds * (other.flops / rehearsal.flops if rehearsal.flops else 1.0)
-
-    if flops is not None:
-        compute_from = f"that of {flops:.3g} FLOPs a second"
-    else:
-        compute_from = (
-            "that of a real pass here" if real_pass is not None else "the sum of its operations, each timed here"
-        )
-    rates = _rates(measured, given)
-    if job.device == "cuda":
-        # The probe has measured the CPU's rate of updates.
-        rates = replace(rates, device_update=None)
-    with_them = replace(job, rates=rates, compute_seconds=compute_seconds)
-    return with_them, (rates_from, compute_from)
-
-
-def _missing_rates(job: Job, given: Mapping[str, int], flops: float | None) -> list[str]:
-    """Return the names of the rates that a plan needs and that are not given, as those of options."""
-    needed = {"nvme_read", "nvme_write"}
-    needed |= {"device_link"} if job.device == "cuda" else set()
-    needed |= {"collective"} if job.world.size > 1 else set()
-    return [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
-
-
-def _check_measurable(job: Job, missing: Sequence[str], *, with_probe: bool) -> None:
-    """Raise ConfigError if the missing rates of a job cannot be measured here."""
-    if not with_probe or (job.device == "cuda" and not torch.accelerator.is_available()):
-        why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
-        raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
-    if job.world.nodes > 1 and "collective" in missing:
-        raise ConfigError(
-            f"--nnodes {job.world.nodes}: this machine cannot measure the network between nodes: give --collective, too"
-        )
-
-
 def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the config for a daemon with these budgets.
 
@@ -424,66 +281,11 @@ def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> d
     return {**raw, "paramserver": {**kept, **given}}
 
 
-_UNKNOWN = Rates(
-    copy=_COPY,
-    fresh_copy=_FRESH_COPY,
-    device_link=_COPY,
-    nvme_read=1.0,
-    nvme_write=1.0,
-    nvme_both=1.0,
-    update=_UPDATE,
-    device_update=_UPDATE,
-    collective=None,
-)
-
-
-_NO_OVERHEAD = Overhead(per_unit=0.0, per_step=0.0)
-
-
-def _optimizer_threads(node: Node | None) -> int:
-    """Return the number of threads of a daemon whose configuration names none."""
-    return MOST_BY_DEFAULT if node is not None else by_default(len(os.sched_getaffinity(0)))
-
-
-def _threads(ranks: int) -> int:
-    """Return the number of threads of each rank, as `paramserver launch` sets it."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def _overhead_of(wanted: Plan, directory: Path, *, beyond_operations: bool) -> Overhead:
-    """Measure the time of the library's own code in small steps of the same kind as a plan's."""
-    placement = next((one.placement for one in wanted.layout.groups if one.group.trainable), None)
-    if placement is None:
-        return _NO_OVERHEAD
-    config = small_config(
-        stage=wanted.settings.zero_optimization.stage,
-        homes=(placement.parameters.value, placement.optimizer.value),
-        dtype=wanted.dtype,
-        durability=wanted.settings.paramserver.durability,
-    )
-    ranks = wanted.world.ranks
-    return probe_overhead(
-        config,
-        dtype=wanted.dtype,
-        beyond_operations=beyond_operations,
-        ranks=ranks,
-        threads=_threads(ranks),
-        directory=directory,
-    )
-
-
-def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:
-    values = {name: float(value) for name, value in given.items()}
-    if "nvme_both" not in values and {"nvme_read", "nvme_write"} <= values.keys():
-        values["nvme_both"] = shared_rate(values["nvme_read"], values["nvme_write"])
-    return replace(measured, **values)
-
-
 _SIZE_OPTIONS = {"device": "--hbm", "host": "--host-memory", "nvme": "--nvme-capacity"}
 
 
 def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str, ranks: int) -> Capacities:
-    given = {name: _size(_SIZE_OPTIONS[name], text) for name, text in sizes.items() if text is not None}
+    given = {name: size_of(_SIZE_OPTIONS[name], text) for name, text in sizes.items() if text is not None}
     if device != "cpu" and here.is_cpu and "device" not in given:
         raise ConfigError("this machine has no GPU: give --hbm, the memory of one")
     found = replace(here, **given, is_cpu=device == "cpu")
@@ -493,10 +295,3 @@ def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str, 
 def _sequence(model: nn.Module) -> int:
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return min(_DEFAULT_TOKENS, positions) if isinstance(positions, int) else _DEFAULT_TOKENS
-
-
-def _size(option: str, text: str) -> int:
-    with suppress(ValidationError, OverflowError):
-        if (nbytes := int(TypeAdapter(Size).validate_python(text))) > 0:
-            return nbytes
-    raise ConfigError(f"{option} {text!r} is not a size above 0: write for example 80GiB, or 5GB for a second")

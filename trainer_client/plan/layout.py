@@ -211,8 +211,3 @@ def gathers_one_sided(layout: Layout, config: TrainingConfig, *, is_cpu: bool) -
         parameters_on_device=Home.DEVICE in PlacementPolicy.of(config).parameters,
         on_cpu=is_cpu,
     )
-
-
-def optimizer_homes(layout: Layout) -> set[Home]:
-    """Return the homes of the optimizer states of the trainable groups."""
-    return {planned.placement.optimizer for planned in layout.groups if planned.group.trainable}

@@ -1,4 +1,4 @@
-"""The machine of a plan: its capacities and rates, which the user has given or the probe has measured.
+"""The machine of a plan: its capacities and rates, which are given, published, or measured by the probe.
 
 This module owns these records. It must never measure.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from trainer_client.plan.layout import World
+from trainer_client.plan.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,22 +23,16 @@ class Rates:
 
     Attributes:
         copy: bytes that one thread copies in host memory.
-        fresh_copy: bytes that one thread copies into memory that the process has just taken from the kernel, which
-            fills each page with zeros first.
         device_link: bytes that pass between host memory and one rank's device, one way.
         nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does nothing else.
         nvme_both: bytes each way, if it reads and writes the same number of bytes at the same time.
-        update: elements that one thread of the store updates with AdamW.
-        update_limit: elements that all threads of the store together approach, because host memory bounds them, where
-            all states are there; None: not known.
+        update: elements that the optimizer threads of the store update together with AdamW.
         device_update: elements that a rank updates with AdamW on its device, or on all its threads; None: not known.
         collective: bytes of a whole buffer that a rank gathers from all ranks; None: there is one rank.
-        collective_latency: the seconds of a collective besides those of its bytes.
         host_memory: bytes that the node's host memory reads and writes together; None: not known.
     """
 
     copy: float
-    fresh_copy: float
     device_link: float
     nvme_read: float
     nvme_write: float
@@ -42,44 +40,23 @@ class Rates:
     update: float
     device_update: float | None
     collective: float | None
-    collective_latency: float = 0.0
     host_memory: float | None = None
-    update_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOverhead:
-    """Seconds that this library's code takes in one step, besides those of forward and backward.
+class KnownRates:
+    """All rates of a plan.
 
     Attributes:
-        rank: the seconds of a rank.
-        store: the CPU seconds of the daemon, and of other threads of the rank, that pass beside those of the rank. A
-            rank whose computation needs all processors is delayed by them, too.
+        of: returns the rates of a node of a world while all its ranks work.
+        compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
+        rates_from, compute_from: two phrases that say where these are from.
     """
 
-    rank: float
-    store: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overhead:
-    """Seconds that this library's code takes in the steps of any model; see StepOverhead.
-
-    Attributes:
-        per_unit, store_per_unit: those of the rank and of the store for the forward and the backward of one unit.
-        per_step, store_per_step: those that are independent of the units, once in a step.
-    """
-
-    per_unit: float
-    per_step: float
-    store_per_unit: float = 0.0
-    store_per_step: float = 0.0
-
-    def of_step(self, units: int) -> StepOverhead:
-        """Return the seconds of a step that uses this number of units."""
-        return StepOverhead(
-            rank=self.per_step + units * self.per_unit, store=self.store_per_step + units * self.store_per_unit
-        )
+    of: Callable[[World], Rates]
+    compute_seconds: Callable[[Rehearsal], float]
+    rates_from: str
+    compute_from: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

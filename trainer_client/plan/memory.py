@@ -135,76 +135,17 @@ def plan_memory(
     micro_batches: int = 1,
 ) -> MemoryPlan:
     """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda", with `micro_batches` in a step."""
-    homes = layout.rank_bytes()
-    on_device = Home.DEVICE.value
     kept = _kept_gradients(layout, config)
     rule = gradient_rule(layout, config, kept if device == "cpu" else {}, device=device, micro_batches=micro_batches)
-    # From the second micro-batch on, the sums of all groups are there from the start of the forward.
-    sums = _staying(rule) if micro_batches > 1 else 0
-    peak = rehearsal.peak_bytes(_without_staying(rule) if sums else rule, in_heap=device == "cpu")
-    one_sided = gathers_one_sided(layout, config, is_cpu=device == "cpu")
-    gathered, gathered_why = _gathered(
-        layout,
-        maps=device == "cpu" and one_sided,
-        reruns=rehearsal.again_boundary_bytes > 0,
-        most_elements=config.zero_optimization.stage3_max_live_parameters or 0,
-    )
     lines = [
-        _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
-        _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
-        Line(
-            what="activations and gradients",
-            nbytes=peak,
-            is_exact=False,
-            why="the most bytes of live tensors in a step that is run without values"
-            + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else "")
-            + (f"; of the boundaries that move, the newest {MOST_STAYING} stay" if rehearsal.boundaries else ""),
-        ),
-        Line(
-            what="gradients between micro-batches",
-            nbytes=sums,
-            is_exact=True,
-            why="sums that stay on the device until the last micro-batch of the step",
-        ),
-        Line(
-            what="boundaries on their way",
-            nbytes=0 if device == "cpu" else (MOST_LEAVING + 1) * max(rehearsal.boundaries, default=0),
-            is_exact=False,
-            why=f"{MOST_LEAVING} that leave for the store, and the memory for one that is back before it is needed",
-        ),
-        Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
-        Line(
-            what="staging slots",
-            nbytes=0 if device == "cpu" else SLOTS * _largest_in_a_slot(layout, one_sided=one_sided),
-            is_exact=False,
-            why=f"at most {SLOTS} of the largest group that is copied from the store, or gathered",
-        ),
-        Line(
-            what="gradients on their way",
-            nbytes=0 if device == "cpu" or sums else _leaving_gradients(layout),
-            is_exact=False,
-            why=f"the {MOST_COPIES_OUT} largest groups' parts: at most so many leave for the store at a time",
-        ),
-        _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
-        Line(
-            what="update on the device",
-            nbytes=_update_bytes(layout),
-            is_exact=True,
-            why="the fp32 gradient of the largest group, whole where states are replicated, and new parameters on "
-            "their way to the store",
-        ),
+        *_lines_of_states(layout, copies),
+        *_lines_of_gradients(layout, rule, rehearsal, device=device, micro_batches=micro_batches),
+        *_lines_of_units(layout, config, rehearsal, is_cpu=device == "cpu"),
         Line(
             what="buffers of libraries",
             nbytes=RANK_ALLOWANCE,
             is_exact=False,
             why="gRPC and matrix products: an allowance",
-        ),
-        Line(
-            what="collectives",
-            nbytes=_collective_buffers(layout, one_sided=one_sided, is_cpu=device == "cpu"),
-            is_exact=False,
-            why="the largest gradient in the dtype of its reduction"
-            + (", and what the threads of gloo keep of the largest group" if device == "cpu" else ""),
         ),
     ]
     budget = int(config.paramserver.host_budget)
@@ -217,6 +158,86 @@ def plan_memory(
         rank_host_bytes=RANK_BYTES[device] + (0 if device == "cpu" else sum(kept.values())),
         device=device,
     )
+
+
+def _lines_of_states(layout: Layout, copies: PlannedCopies) -> list[Line]:
+    """Return the bytes of a rank's device that are there all the time, and those of updates."""
+    homes = layout.rank_bytes()
+    on_device = Home.DEVICE.value
+    return [
+        _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
+        _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
+        _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
+        _exact(
+            "update on the device",
+            _update_bytes(layout),
+            "the fp32 gradient of the largest group, whole where states are replicated, and new parameters on their "
+            "way to the store",
+        ),
+    ]
+
+
+def _lines_of_gradients(
+    layout: Layout, rule: GradientRule, rehearsal: Rehearsal, *, device: str, micro_batches: int
+) -> list[Line]:
+    """Return the bytes of activations, their boundaries and gradients on a rank's device."""
+    is_cpu = device == "cpu"
+    # From the second micro-batch on, the sums of all groups are there from the start of the forward.
+    sums = _staying(rule) if micro_batches > 1 else 0
+    return [
+        Line(
+            what="activations and gradients",
+            nbytes=rehearsal.peak_bytes(_without_staying(rule) if sums else rule, in_heap=is_cpu),
+            is_exact=False,
+            why="the most bytes of live tensors in a step that is run without values"
+            + ("; with kept gradients, and holes in malloc's heap" if is_cpu else "")
+            + (f"; of the boundaries that move, the newest {MOST_STAYING} stay" if rehearsal.boundaries else ""),
+        ),
+        _exact(
+            "gradients between micro-batches",
+            sums,
+            "sums that stay on the device until the last micro-batch of the step",
+        ),
+        Line(
+            what="boundaries on their way",
+            nbytes=0 if is_cpu else (MOST_LEAVING + 1) * max(rehearsal.boundaries, default=0),
+            is_exact=False,
+            why=f"{MOST_LEAVING} that leave for the store, and the memory for one that is back before it is needed",
+        ),
+        Line(
+            what="gradients on their way",
+            nbytes=0 if is_cpu or sums else _leaving_gradients(layout),
+            is_exact=False,
+            why=f"the {MOST_COPIES_OUT} largest groups' parts: at most so many leave for the store at a time",
+        ),
+    ]
+
+
+def _lines_of_units(layout: Layout, config: TrainingConfig, rehearsal: Rehearsal, *, is_cpu: bool) -> list[Line]:
+    """Return the bytes of a rank's device that gathered units take, and those of collectives."""
+    one_sided = gathers_one_sided(layout, config, is_cpu=is_cpu)
+    gathered, gathered_why = _gathered(
+        layout,
+        maps=is_cpu and one_sided,
+        reruns=rehearsal.again_boundary_bytes > 0,
+        most_elements=config.zero_optimization.stage3_max_live_parameters or 0,
+    )
+    return [
+        _exact("gathered units", gathered, gathered_why),
+        Line(
+            what="staging slots",
+            nbytes=0 if is_cpu else SLOTS * _largest_in_a_slot(layout, one_sided=one_sided),
+            is_exact=False,
+            why=f"at most {SLOTS} of the largest group that is copied from the store, or gathered",
+        ),
+        Line(
+            what="collectives",
+            nbytes=_collective_buffers(layout, one_sided=one_sided, is_cpu=is_cpu),
+            is_exact=False,
+            why="the largest gradient in the dtype of its reduction"
+            + (", and what the threads of gloo keep of the largest group" if is_cpu else ""),
+        ),
+    ]
 
 
 def _staying(rule: GradientRule) -> int:

@@ -1,4 +1,4 @@
-"""Nodes with GPUs by name: their capacities, and the rates that their links reach, as published.
+"""Nodes with GPUs by name: their capacities and rates, as published or as measured on such machines.
 
 A plan for such a node needs neither the node nor a probe. This module owns the figures with their sources; docs/plan.md
 names them, too. It must never measure.
@@ -14,22 +14,11 @@ from trainer_client.plan.layout import World
 from trainer_client.plan.machine import Capacities, Rates, shared_rate
 
 GB = 1e9
-# The part of the peak of PCIe and of NVLink that large transfers are assumed to reach. The headers of packets alone
-# take a tenth of PCIe.
-_LINK_REACHED, _NVLINK_REACHED = 0.85, 0.8
-# The part of the peak of host memory that many threads are assumed to reach.
-_MEMORY_REACHED = 0.7
-# The seconds of NCCL's ring before its first byte, for each step within a node, and for each step between nodes, as
-# NCCL's own table for the choice of an algorithm has them (src/graph/tuning.cc: ring, simple protocol).
-_RING_BASE, _RING_IN_NODE, _RING_BETWEEN_NODES = 8.4e-6, 3.4e-6, 14.0e-6
 # The elements that one thread of a daemon updates in a second with AdamW, as measured on the machine of an H200.
 _STORE_UPDATE = 0.41e9
 # The bytes of an element that an update of AdamW moves in memory: three fp32 states are read and written, a gradient of
 # 16 bits is read and a parameter of 16 bits is written.
 UPDATE_BYTES = 28
-# Those of an update by the store whose states are all in host memory. Its parts are too large for a processor's cache:
-# the gradient is written and read again in fp32, and so is the new weight for its rounding (storage/transform.py).
-UPDATE_BYTES_IN_MEMORY = 44
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +29,11 @@ class Node:
         gpus: number of GPUs, each with a rank and a network interface.
         hbm, hbm_rate: bytes of one GPU's memory, and its rate.
         flops: floating-point operations in bf16 that a GPU has reached in training, per second.
-        device_link: peak between host memory and one GPU.
+        device_link: rate between host memory and one GPU, as measured on such machines.
         gpu_link: peak between one GPU and the others of the node.
         network: rate that collectives were seen to reach on one network interface.
         host_memory, host_rate: bytes of host memory, and its peak rate.
-        update_limit: elements that all threads of a store together approach in a second, where all states are in host
-            memory. It is not published, but fits measurements on 16 processors of such a node (docs/plan.md).
-        cores: number of processor cores.
+        update: the most elements in a second that 16 threads of a store were measured to update on such a machine.
         devices: number of NVMe devices; `device_bytes`, `device_read`, `device_write` are of one of them.
     """
 
@@ -59,29 +46,25 @@ class Node:
     network: float
     host_memory: int
     host_rate: float
-    update_limit: float
-    cores: int
+    update: float
     devices: int
     device_bytes: int
     device_read: float
     device_write: float
 
-    def rates(self, world: World) -> Rates:
-        """Return the rates of a node while all its ranks work."""
+    def rates(self, world: World, optimizer_threads: int) -> Rates:
+        """Return the rates of a node whose store has this number of optimizer threads."""
         read, write = self.devices * self.device_read, self.devices * self.device_write
         return Rates(
             copy=10 * GB,
-            fresh_copy=2 * GB,
-            device_link=self.device_link * _LINK_REACHED,
+            device_link=self.device_link,
             nvme_read=read,
             nvme_write=write,
             nvme_both=shared_rate(read, write),
-            update=_STORE_UPDATE,
+            update=min(optimizer_threads * _STORE_UPDATE, self.update),
             device_update=self.hbm_rate / UPDATE_BYTES,
             collective=self.collective_rate(world),
-            collective_latency=collective_latency(world),
-            host_memory=self.host_rate * _MEMORY_REACHED,
-            update_limit=self.update_limit,
+            host_memory=self.host_rate,
         )
 
     def capacities(self) -> Capacities:
@@ -89,24 +72,16 @@ class Node:
         return Capacities(device=self.hbm, host=self.host_memory, nvme=self.devices * self.device_bytes, is_cpu=False)
 
     def collective_rate(self, world: World) -> float | None:
-        """Return the bytes of a whole buffer that a rank gathers from all ranks in a second, without the latency.
+        """Return the bytes of a whole buffer that a rank gathers from all ranks in a second.
 
         Each GPU receives all parts but its own over the links of its node. Each node receives all parts but its own
         over the network, through the interfaces of all its GPUs. Both happen at once, so the slower one counts.
         """
         if world.size == 1:
             return None
-        within = (world.size - 1) / world.size / (self.gpu_link * _NVLINK_REACHED)
+        within = (world.size - 1) / world.size / self.gpu_link
         between = (world.nodes - 1) / world.nodes / (self.network * world.ranks)
         return 1 / max(within, between)
-
-
-def collective_latency(world: World) -> float:
-    """Return the seconds that a collective takes besides its bytes: a ring has a step for each rank but one."""
-    if world.size == 1:
-        return 0.0
-    between = world.nodes - 1
-    return _RING_BASE + (world.size - 1 - between) * _RING_IN_NODE + between * _RING_BETWEEN_NODES
 
 
 _H100 = Node(
@@ -114,13 +89,12 @@ _H100 = Node(
     hbm=int(80 * GB),
     hbm_rate=3350 * GB,
     flops=400e12,
-    device_link=64 * GB,
+    device_link=55 * GB,
     gpu_link=450 * GB,
     network=47 * GB,
     host_memory=int(2000 * GB),
     host_rate=2 * 8 * 38.4 * GB,
-    update_limit=8e9,
-    cores=112,
+    update=3.3e9,
     devices=8,
     device_bytes=int(3840 * GB),
     device_read=6.5 * GB,
@@ -129,7 +103,7 @@ _H100 = Node(
 NODES: Mapping[str, Node] = {
     "h100x8": _H100,
     # The same node with other GPUs, whose processors are those of the H100.
-    "h200x8": replace(_H100, hbm=int(141 * GB), hbm_rate=4800 * GB, update_limit=3.5e9),
+    "h200x8": replace(_H100, hbm=int(141 * GB), hbm_rate=4800 * GB, update=2.2e9),
 }
 
 

@@ -1,4 +1,4 @@
-"""A plan of a job: its layout, memory and step time for one config, and similar configs that fit or are faster.
+"""A plan of a job: its layout, memory and bounds of a step for one config, and similar configs that fit or are faster.
 
 This module owns the order in which these are computed. It must never measure or print.
 """
@@ -23,7 +23,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.device_copies import NO_COPIES, plan_copies
 from trainer_client.plan.layout import Layout, World, gathers_one_sided, lay_out
-from trainer_client.plan.machine import Capacities, Overhead, Rates
+from trainer_client.plan.machine import Capacities, KnownRates
 from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
 from trainer_client.plan.rehearsal import Rehearsal
 from trainer_client.plan.step_time import StepTime, find_traffic, predict
@@ -43,40 +43,28 @@ class Job:
         rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own), with the rule
             by which boundaries of activation checkpoints leave the device (None: they stay), and under autocast in
             another dtype (None: without it).
-        compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
-        overhead: the time of the library's own code.
         world: the ranks and nodes of the job.
         capacities: the bytes that one rank and one node have.
-        rates: the rates of a node while all its ranks work.
+        rates: the rates of the machine.
         sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
         find_need, find_hits: the store's figures, which only the daemon's side can compute.
-        store_has_cores: whether the store has processors that the ranks do not use.
-        optimizer_threads: the daemon's key of this name.
-        devices: the number of NVMe devices of a node, each with a data file of the daemon.
-        rates_in: returns the rates in another world; None: they are the same in each.
     """
 
     build: Callable[[], nn.Module]
     rehearse: Callable[[int, torch.dtype | None, OffloadRule | None, torch.dtype | None], Rehearsal]
-    compute_seconds: Callable[[Rehearsal], float]
-    overhead: Overhead
     world: World
     capacities: Capacities
-    rates: Rates
+    rates: KnownRates
     find_need: FindNeed
     find_hits: FindHits
     sequence: int
     device: str
-    store_has_cores: bool
-    optimizer_threads: int = 1
-    devices: int = 1
-    rates_in: Callable[[World], Rates] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A config with its layout, memory and step time. `settings` has the config's values, with defaults."""
+    """A config with its layout, memory and bounds of a step. `settings` has the config's values, with defaults."""
 
     config: Raw
     settings: TrainingConfig
@@ -92,11 +80,6 @@ class Plan:
     def dtype(self) -> torch.dtype | None:
         """The dtype of the parameters that ranks compute with; None if it is the model's own."""
         return PrecisionPolicy.of(self.settings).compute_dtype
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of `torch.autocast` around the forward; None if the engine does not enter it."""
-        return PrecisionPolicy.of(self.settings).autocast_dtype
 
     @property
     def fits(self) -> bool:
@@ -135,16 +118,12 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     memory = plan_memory(job.device, layout, config, rehearsal, job.find_need, copies, batch.accumulation)
     traffic = find_traffic(layout, memory, config, batch.accumulation, copies, is_cpu=is_cpu)
     time = predict(
-        layout,
         traffic,
-        job.rates if job.rates_in is None else job.rates_in(world),
-        compute_seconds=batch.accumulation * job.compute_seconds(rehearsal),
-        overhead=job.overhead.of_step(batch.accumulation * len(layout.units)),
+        job.rates.of(world),
+        ranks=world.ranks,
+        compute_seconds=batch.accumulation * job.rates.compute_seconds(rehearsal),
         tokens=batch.train * job.sequence,
         is_cpu=is_cpu,
-        store_has_cores=job.store_has_cores,
-        optimizer_threads=job.optimizer_threads,
-        devices=job.devices,
     )
     return Plan(
         config=raw,
@@ -177,7 +156,9 @@ def smallest_change(job: Job, failing: Plan) -> Change | None:
 def best_placement(job: Job, raw: Raw) -> Plan | None:
     """Return the plan with the shortest step of all placements, at all stages, that fit; None if none fits.
 
-    If the steps of several placements take equally long, the one with the least host memory is chosen.
+    The middle between the two bounds of the step is compared. By the lower bound alone, all placements would be equal
+    whose computation takes longest, however many bytes they move beside it. If the steps of several placements take
+    equally long, the one with the least host memory is chosen.
     """
     fitting = []
     for stage, parameters, optimizer in _placements():
@@ -189,7 +170,8 @@ def best_placement(job: Job, raw: Raw) -> Plan | None:
             fitting.append(tried)
 
     def cost(tried: Plan) -> tuple[float, int]:
-        return round(tried.time.seconds, 3), tried.memory.node_host_bytes(tried.world.ranks)
+        middle = (tried.time.overlapped_seconds + tried.time.serial_seconds) / 2
+        return round(middle, 3), tried.memory.node_host_bytes(tried.world.ranks)
 
     return min(fitting, key=cost, default=None)
 

@@ -14,31 +14,31 @@ from rich.console import Console
 from rich.table import Table
 
 from paramserver.contract.sizes import shown_size
-from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
-from trainer_client.plan.plan import Change, Plan
-from trainer_client.plan.step_time import ASIDE_FACTOR, MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
+from trainer_client.plan.plan import Change, Job, Plan
+from trainer_client.plan.step_time import DEVICE_UPDATE
 from trainer_client.step.recall_depth import MOST_STAYING
 
 GIB = float(1 << 30)
-GB = 1e9
 
 
-def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: str) -> list[str]:
+def _assumptions(job: Job, plan: Plan) -> list[str]:
     """Return the assumptions behind the estimated figures, as sentences."""
-    device = plan.memory.device
+    device = job.device
     lines = [
-        f"The rates are {rates_from}; the time of forward and backward is {compute_from}.",
+        f"The rates are {job.rates.rates_from}; the time of forward and backward is {job.rates.compute_from}.",
         "Activations are those of one micro-batch of the model as it is built here, in train mode, without "
         "fragmentation of the allocator.",
         f"A rank's buffers of libraries take {shown_size(RANK_ALLOWANCE)}; the process itself "
         f"{shown_size(RANK_BYTES[device])} of host memory, the daemon {shown_size(DAEMON_BYTES[device])} besides its "
         "budget.",
-        f"The store takes {STORE_SECONDS_PER_BYTE * GB:.2f} CPU seconds for each GB that it reads or writes.",
         f"{plan.time.traffic.hit:.0%} of the parameters that pass through host memory are still there at their next "
         f"use, and {plan.time.traffic.states_hit:.0%} of the optimizer states on NVMe at their next update.",
-        "The step neither evaluates, nor logs, nor waits for data.",
+        "No bound of the step has the time of this library's Python, of waits, latencies and checksums, of threads "
+        "that share processors, or of what a script does beside forward, backward and step.",
     ]
+    if device != "cpu" and plan.time.traffic.updated_on_device and not plan.time.resources[DEVICE_UPDATE]:
+        lines.append("The rate at which a GPU updates states is not known, so the bounds leave these updates out.")
     if plan.settings.paramserver.gpu_budget and device != "cpu":
         lines.append(
             f"{plan.time.traffic.device_hit:.0%} of the bytes of parameters that a rank reads are copies on its device "
@@ -50,31 +50,7 @@ def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: s
             "of a node has here once more, the store itself a third version on NVMe while a step is read, and a step's "
             "changes cross the network."
         )
-    lines += _about_boundaries(plan)
-    if in_memory := plan.time.traffic.updated_in_memory:
-        aside = plan.time.traffic.updated_aside / in_memory
-        lines.append(
-            "Updates of states in host memory take the time of the threads of the store and, besides, that of host "
-            f"memory, which more threads do not shorten; {aside:.0%} of them begin before the step is voted for "
-            f"(paramserver.early_updates) and take {ASIDE_FACTOR:.1f} times as long."
-        )
-    if overhead.per_unit:
-        lines.append(
-            f"This library's code takes {overhead.per_unit * 1e3:.1f} ms for each unit besides forward and backward, "
-            f"and {overhead.per_step * 1e3:.1f} ms a step, as in a small job that was run here; the daemon works for "
-            f"{overhead.store_per_unit * 1e3:.1f} ms for each unit and {overhead.store_per_step * 1e3:.1f} ms a step "
-            "beside it."
-        )
-    else:
-        lines.append("This library's code takes no time besides forward and backward.")
-    if device == "cpu":
-        lines.append(
-            "Ranks on the CPU copy, communicate and compute one after the other, and mapping costs "
-            f"{1e9 / MAPPED_BYTES_PER_SECOND:.2f} s for each GB; without spare processors the store's work adds to it."
-        )
-    else:
-        lines.append("Compute, transfers, NVMe and collectives overlap completely: the longest one is the step.")
-    return lines
+    return lines + _about_boundaries(plan)
 
 
 def _about_boundaries(plan: Plan) -> list[str]:
@@ -109,21 +85,14 @@ def _about_boundaries(plan: Plan) -> list[str]:
     ]
 
 
-def to_dict(
-    plan: Plan,
-    capacities: Capacities,
-    rates: Rates,
-    notes: list[str],
-    change: Change | None,
-    best: Plan | None,
-) -> dict[str, Any]:
+def to_dict(job: Job, plan: Plan, change: Change | None, best: Plan | None) -> dict[str, Any]:
     """Return all figures of a plan as types that JSON has."""
     memory, ranks = plan.memory, plan.world.ranks
     return {
         "parameters": plan.layout.parameters,
         "world": {"ranks_per_node": ranks, "nodes": plan.world.nodes},
         "batch": asdict(plan.batch),
-        "device": memory.device,
+        "device": job.device,
         "rank": {
             "lines": [asdict(line) for line in memory.rank],
             "bytes": memory.rank_bytes,
@@ -136,26 +105,27 @@ def to_dict(
             "nvme_budget": memory.nvme_budget,
         },
         "node": {"host_bytes": memory.node_host_bytes(ranks), "nvme_bytes": memory.store.nvme_bytes},
-        "capacities": asdict(capacities),
-        "rates": asdict(rates),
+        "capacities": asdict(job.capacities),
+        "rates": asdict(job.rates.of(plan.world)),
         "fits": plan.fits,
         "shortages": [asdict(shortage) for shortage in plan.shortages],
         "change": None if change is None else {"what": change.what, "config": dict(change.plan.config)},
         "step": {
-            "seconds": plan.time.seconds,
+            **_bounds(plan),
             "resources": dict(plan.time.resources),
             "binding": plan.time.binding,
-            "roofline_fraction": plan.time.roofline_fraction,
             "tokens": plan.time.tokens,
             "hiding_tokens": plan.time.hiding_tokens,
             "traffic": asdict(plan.time.traffic),
-            "store_cpu_seconds": plan.time.store_cpu_seconds,
-            "store_threads": plan.time.store_threads,
             "flops": plan.rehearsal.flops,
         },
-        "best": None if best is None else {"seconds": best.time.seconds, "config": dict(best.config)},
-        "assumptions": notes,
+        "best": None if best is None else {**_bounds(best), "config": dict(best.config)},
+        "assumptions": _assumptions(job, plan),
     }
+
+
+def _bounds(plan: Plan) -> dict[str, float]:
+    return {"overlapped_seconds": plan.time.overlapped_seconds, "serial_seconds": plan.time.serial_seconds}
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -181,25 +151,16 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         console.print("No change that was tried makes it fit." if change is None else f"It fits with: {change['what']}")
         if change is not None:
             _print_config(console, change["config"])
-    console.print(_time_table(found))
+    console.print(f"A step takes {_bounds_in_words(step)}; {step['binding']} takes longest.", style="bold")
+    console.print(_time_table(step))
     hiding = step["hiding_tokens"]
     if hiding is not None:
         console.print(
-            f"NVMe, links and the store's work are hidden behind compute from {hiding:,} tokens a step on; this step "
-            f"has {step['tokens']:,}."
-        )
-    if found["device"] != "cpu" and step["store_cpu_seconds"]:
-        threads = step["store_threads"]
-        console.print(
-            f"The store of a node works for {step['store_cpu_seconds']:.2f} CPU seconds a step. "
-            + (
-                f"With optimizer_threads of {threads} or more its updates are not what binds the step."
-                if threads
-                else ""
-            )
+            f"NVMe, links and the store's updates are hidden behind compute from {hiding:,} tokens a step on; this "
+            f"step has {step['tokens']:,}."
         )
     if found["best"] is not None:
-        console.print(f"The best placement that was found takes {found['best']['seconds']:.3f} s a step:")
+        console.print(f"A step of the best placement that was found takes {_bounds_in_words(found['best'])}:")
         _print_config(console, found["best"]["config"])
     console.print("Assumptions:")
     for note in found["assumptions"]:
@@ -251,13 +212,18 @@ def _node_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _time_table(found: Mapping[str, Any]) -> Table:
-    step = found["step"]
-    table = Table("resource", "seconds", title=f"A step: {step['seconds']:.3f} s, bound by {step['binding']}")
+def _time_table(step: Mapping[str, Any]) -> Table:
+    table = Table("resource", "seconds", title="The least seconds of a step")
     for name, seconds in sorted(step["resources"].items(), key=lambda item: -item[1]):
         if seconds:
             table.add_row(name, f"{seconds:.4f}")
     return table
+
+
+def _bounds_in_words(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['overlapped_seconds']:.3f} s if everything overlaps, {found['serial_seconds']:.3f} s if nothing does"
+    )
 
 
 def _print_config(console: Console, config: Mapping[str, Any]) -> None:

@@ -88,7 +88,6 @@ class Rehearsal:
         operations: how often each operation is called in forward and backward.
         flops: floating-point operations of the products of matrices, forward and backward.
         events: the changes of memory and the gradients, in their order.
-        tokens: elements of the input ids.
         boundaries: the bytes of each boundary of an activation checkpoint that moves to the store, oldest first; empty
             if all stay on the device.
         saved_boundary_bytes: the bytes of all boundaries, if some may leave.
@@ -98,7 +97,6 @@ class Rehearsal:
     operations: Mapping[Operation, int]
     flops: int
     events: Sequence[Event]
-    tokens: int
     boundaries: Sequence[int] = ()
     saved_boundary_bytes: int = 0
     again_boundary_bytes: int = 0
@@ -115,11 +113,6 @@ class Rehearsal:
         for step in range(_STEPS_OF_A_HEAP if in_heap else 1):
             self._replay(rule, memory, is_first=step == 0)
         return memory.peak
-
-    def peak_bytes_without_gradients(self) -> int:
-        """Return the most bytes of live tensors at once, if each gradient is dropped as soon as it is computed."""
-        rule = GradientRule(group_of={}, full_bytes={}, partition_bytes={}, kept_bytes={}, is_reduced_at_once=True)
-        return self.peak_bytes(rule, in_heap=False)
 
     def _replay(self, rule: GradientRule, memory: Heap | LiveBytes, *, is_first: bool) -> None:
         """Replay a step: a pass, and then the hand-over of the gradients."""
@@ -308,9 +301,9 @@ def rehearse(
         boundaries = None if offload is None else RehearsedBoundaries(offload, live.number_of, model)
         try:
             with live:
-                with nullcontext() if boundaries is None else boundaries.saving(), autocast(autocast_dtype):
+                with nullcontext() if boundaries is None else boundaries.saving(), _autocast(autocast_dtype):
                     output = model(**inputs)
-                loss = loss_of(output)
+                loss = _loss_of(output)
                 del output
                 loss.backward()
         except ConfigError:
@@ -325,14 +318,13 @@ def rehearse(
         operations=dict(live.operations),
         flops=live.flops,
         events=tuple(live.events),
-        tokens=max((t.numel() for t in inputs.values() if not t.is_floating_point()), default=0),
         boundaries=() if boundaries is None else tuple(boundaries.moved),
         saved_boundary_bytes=0 if boundaries is None else boundaries.saved_bytes,
         again_boundary_bytes=0 if boundaries is None else boundaries.again_bytes,
     )
 
 
-def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return the context of a forward on the CPU: autocast in a dtype, or an empty one if it is None."""
     return PrecisionPolicy(compute_dtype=None, autocast_dtype=dtype).autocast(torch.device("cpu"))
 
@@ -381,7 +373,7 @@ def _install(model: nn.Module, live: _Live) -> None:
             parameter.register_post_accumulate_grad_hook(taken(fqn))
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Any) -> torch.Tensor:
     """Return the loss in what a model's forward returned. It can raise ConfigError."""
     loss = getattr(output, "loss", None)
     if loss is None:

@@ -35,21 +35,17 @@ _BUFFER_BYTES = 4 * _REQUEST_BYTES
 _FILE_BYTES = 512 << 20
 # The numbers of reading and of writing threads of a daemon.
 _READERS, _WRITERS = 4, 2
-# Each rate is the median of this many turns. A turn reads, writes and does both, so that a disturbance of a second
-# spoils one sample of each, and not all samples of one.
+# Each rate is the median of this many turns. A turn of NVMe reads, writes and does both, so that a disturbance of a
+# second spoils one sample of each, and not all samples of one.
 _TURNS = 3
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-# The elements of the update that is timed: fp32 arrays of 64 MiB. They are larger than the processor's caches, because
-# in training, too, the states are not in the caches any more when their next update comes.
+# The elements of all threads' updates that are timed: fp32 arrays of 64 MiB. They are larger than the processor's
+# caches, because in training, too, the states are not in the caches any more when their next update comes.
 _UPDATE_ELEMENTS = 16 << 20
 # The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
 # storage/transform.py).
 _PART_ELEMENTS = 1 << 18
-# Those that it updates at a time where all states are in host memory (MAX_TILE_ELEMENTS there).
-_TILE_ELEMENTS = 1 << 21
-# The number of times that each thread makes its updates while several threads are timed.
-_REPEATS = 3
 
 
 class StoreUpdate:
@@ -59,23 +55,19 @@ class StoreUpdate:
     paramserver/optimizer_kernel.py.
     """
 
-    def __init__(
-        self, dtype: torch.dtype | None, elements: int = _UPDATE_ELEMENTS, part_elements: int = _PART_ELEMENTS
-    ) -> None:
+    def __init__(self, dtype: torch.dtype | None, elements: int) -> None:
         """Allocate the states.
 
         Args:
             dtype: the dtype of gradients and parameters if it is not fp32, so that there is a master weight.
-            elements: number of elements, a multiple of the parts.
-            part_elements: number of elements of a part.
+            elements: number of elements, a multiple of _PART_ELEMENTS.
         """
-        self._part_elements = part_elements
         self.elements = elements
         self.weight, self.first, self.second = (_floats(elements, torch.float32) for _ in range(3))
         self.second.abs_()
         self.gradient = _floats(elements, dtype or torch.float32)
         self.rounded = None if dtype in (None, torch.float32) else _floats(elements, dtype or torch.float32)
-        self._scratch = torch.empty(part_elements)
+        self._scratch = torch.empty(_PART_ELEMENTS)
         self._row = HyperParameters(
             adamw=pb.AdamW(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, update_count=10)
         )
@@ -83,8 +75,8 @@ class StoreUpdate:
     @torch.no_grad()
     def __call__(self) -> None:
         """Update all elements once, on the threads that torch computes with."""
-        for start in range(0, self.elements, self._part_elements):
-            part = slice(start, start + self._part_elements)
+        for start in range(0, self.elements, _PART_ELEMENTS):
+            part = slice(start, start + _PART_ELEMENTS)
             weight = self.weight[part]
             self._scratch.copy_(self.gradient[part])
             update_shards(
@@ -100,40 +92,28 @@ class StoreUpdate:
                 self.rounded[part].copy_(weight)
 
 
-def update_limit(
-    dtype: torch.dtype | None, threads: int, alone: float, part_elements: int = _TILE_ELEMENTS
-) -> float | None:
-    """Return the elements a second that all threads together approach, because host memory bounds them.
-
-    The threads update states in host memory at once, as those of a daemon do. Their time for an element is taken as
-    that of one thread, divided by the threads, and that of this limit.
+def update_rate(dtype: torch.dtype | None, threads: int, elements: int = _UPDATE_ELEMENTS) -> float:
+    """Return the elements that this number of threads update together in a second, as those of a daemon do.
 
     Args:
         dtype: see StoreUpdate.
         threads: the number of threads.
-        alone: the elements that one thread updates in a second, if its parts stay in a cache.
-        part_elements: number of elements that a thread updates at a time.
-
-    Returns:
-        The limit, or None if memory does not bound so few threads.
+        elements: the elements of all threads together.
     """
-    # Each thread has two parts, so that none of its bytes stays in a cache until the thread comes back to it.
-    updates = [StoreUpdate(dtype, 2 * part_elements, part_elements) for _ in range(threads)]
-
-    def repeat(update: StoreUpdate) -> None:
-        for _ in range(_REPEATS):
-            update()
-
+    each = -(-elements // (threads * _PART_ELEMENTS)) * _PART_ELEMENTS
+    updates = [StoreUpdate(dtype, each) for _ in range(threads)]
     before = torch.get_num_threads()
     try:
         # A thread that torch did not make counts its own threads.
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(StoreUpdate.__call__, updates))
-            seconds = _seconds(lambda: list(pool.map(repeat, updates)))
+
+            def update_all() -> None:
+                list(pool.map(StoreUpdate.__call__, updates))
+
+            update_all()
+            return threads * each / statistics.median(_seconds(update_all) for _ in range(_TURNS))
     finally:
         torch.set_num_threads(before)
-    each = seconds / (_REPEATS * sum(update.elements for update in updates)) - 1 / (threads * alone)
-    return 1 / each if each > 0 else None
 
 
 def _floats(elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +142,7 @@ def arena_like(nbytes: int) -> memoryview:
 
 
 @contextlib.contextmanager
-def made_if_missing(directory: Path) -> Iterator[None]:
+def _made_if_missing(directory: Path) -> Iterator[None]:
     """Make a directory and its parents where they are missing, and remove at the end what is empty of them."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +165,7 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
     """
     try:
         with (
-            made_if_missing(directory),
+            _made_if_missing(directory),
             TemporaryDirectory(dir=directory, prefix="plan-probe-") as scratch,
             _File(Path(scratch) / "one", file_bytes) as one,
             _File(Path(scratch) / "two", file_bytes) as two,

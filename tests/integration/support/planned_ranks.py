@@ -107,7 +107,7 @@ def check(build: type[nn.Module], raw: dict[str, Any], at: dict[str, str]) -> No
     config = load_config(raw, {})
     with torch.device("meta"):
         layout = lay_out(build(), config, World(ranks=RANKS))
-    memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    memory = plan_memory("cpu", layout, config, Rehearsal(operations={}, flops=0, events=()), find_need)
     planned = find_traffic(layout, memory, config, micro_batches, is_cpu=True)
     section = {key: value for key, value in raw["paramserver"].items() if key not in OF_THE_DAEMON}
     engine, *_ = trainer_client.initialize(model=build(), config={**raw, "paramserver": section | at})

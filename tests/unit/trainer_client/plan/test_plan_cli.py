@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.unit.trainer_client.plan.plans import GPT2, LINKS, MACHINE, plan, planned_of, run, wide
+from trainer_client.errors import ConfigError
 from trainer_client.plan.machine import Capacities
+from trainer_client.plan.model_inputs import make_batch
 
 
 def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
@@ -19,9 +24,22 @@ def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["fits"] and found["parameters"] == 121_344
-    assert found["step"]["resources"]["nvme_written"] == found["store"]["written_bytes"] / 2e9
-    assert found["step"]["seconds"] == max(found["step"]["resources"].values())
-    assert found["best"]["seconds"] <= found["step"]["seconds"]
+    step, best = found["step"], found["best"]
+    assert step["traffic"]["nvme_written"] == found["store"]["written_bytes"]
+    assert step["resources"]["nvme"] >= step["traffic"]["nvme_written"] / 2e9
+    assert step["overlapped_seconds"] == step["resources"][step["binding"]] == max(step["resources"].values())
+    assert step["serial_seconds"] == pytest.approx(sum(step["resources"].values()))
+    middles = [one["overlapped_seconds"] + one["serial_seconds"] for one in (best, step)]
+    assert middles[0] <= middles[1]
+
+
+def test_both_bounds_of_a_step_are_printed(tmp_path: Path) -> None:
+    printed = plan(tmp_path, f"{MACHINE} {LINKS} --tokens 16 --no-search").stdout
+    step = planned_of(tmp_path, None)["step"]
+
+    bounds = [f"{step[name]:.3f} s if" for name in ("overlapped_seconds", "serial_seconds")]
+    text = f"A step takes {bounds[0]} everything overlaps, {bounds[1]} nothing does; nvme takes longest."
+    assert text in " ".join(printed.split())
 
 
 def test_suggested_budgets_keep_all_gradients_in_host_memory(tmp_path: Path) -> None:
@@ -195,6 +213,17 @@ def test_what_is_no_model_is_named(model: str, message: str) -> None:
 
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_the_tokens_of_a_language_model_are_those_of_its_vocabulary() -> None:
+    class Words(nn.Module):
+        config = SimpleNamespace(vocab_size=5)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> None: ...
+
+    assert make_batch(Words(), None)(1, 7)["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    with pytest.raises(ConfigError, match="give --inputs MODULE:CALLABLE"):
+        make_batch(nn.Linear(1, 1), None)
 
 
 def test_the_inputs_may_be_made_by_a_module_of_the_working_directory(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paramserver.contract.sizes import shown_size
-from tests.unit.trainer_client.plan.plans import MACHINE, TWO_RANKS, WIDE_BYTES, line, planned_of, wide
+from tests.unit.trainer_client.plan.plans import TWO_RANKS, WIDE_BYTES, line, planned_of, wide
 
 
 def test_boundaries_are_counted_where_they_wait(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_parameters_at_home_on_the_device_are_read_only_after_an_update_of_the_s
         assert scarce["nvme_read"] == scarce["nvme_written"] - ample["nvme_written"] > 0
     else:
         # Weights are read for the update, with two states, and once more for the devices.
-        assert scarce["to_rank"] == scarce["returned"] == WIDE_BYTES // 2
+        assert scarce["to_rank"] == WIDE_BYTES // 2
         reads = scarce["nvme_read"] - (scarce["nvme_written"] - ample["nvme_written"])
         assert reads == pytest.approx(
             3 * WIDE_BYTES * (1 - scarce["states_hit"]) + WIDE_BYTES * (1 - scarce["hit"]), abs=16
@@ -115,7 +115,6 @@ def test_each_micro_batch_of_a_stage_that_shards_gradients_reduces_them(
 
     # The parameters are gathered once, after the update. The root has none here.
     assert traffic["collectives"] == reductions * (WIDE_BYTES // 2 if key else WIDE_BYTES) + WIDE_BYTES
-    assert traffic["collective_calls"] == (reductions + 1) * 12
 
 
 def test_sums_of_gradients_stay_on_a_gpu_until_the_last_micro_batch(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_a_gather_from_the_store_reads_all_partitions_over_the_link(tmp_path: Pa
     collective, store = traffic("auto"), traffic("store")
     assert store["to_rank"] == 4 * collective["to_rank"] > 0
     # Only gradients are reduced.
-    assert (store["collectives"], store["collective_calls"]) == (WIDE_BYTES, 12)
+    assert store["collectives"] == WIDE_BYTES
     assert collective["collectives"] == WIDE_BYTES + store["to_rank"]
     on_cpu = traffic("collective", "--device cpu")
     assert (on_cpu["mapped"], on_cpu["collectives"]) == (0, collective["collectives"])
@@ -227,16 +226,3 @@ def test_copies_on_the_device_take_its_memory_and_save_traffic(tmp_path: Path) -
     assert 0.0 == hits[0] < hits[1] < hits[2] < 1.0
     read, *less = (found["step"]["traffic"]["to_rank"] for found in (without, part, whole))
     assert [found / read for found in less] == pytest.approx([1.0 - hit for hit in hits[1:]], abs=0.01)
-
-
-def test_states_of_a_device_are_written_before_the_rank_goes_on(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    machine = MACHINE.replace("--device cuda --hbm 8GiB", "--device cpu")
-    found = planned_of(tmp_path, None, "", config, machine=f"{machine} --flops 1e13")
-
-    step = found["step"]
-    # The parameters and two states of AdamW, in fp32.
-    assert step["traffic"]["put"] >= 12 * found["parameters"]
-    assert step["resources"]["hand_over"] == step["traffic"]["put"] / 2e9
-    serial = ("compute", "hand_over", "device_update", "trainer_copies", "store_processor")
-    assert step["seconds"] == pytest.approx(sum(step["resources"][name] for name in serial))

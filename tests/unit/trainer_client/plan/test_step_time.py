@@ -1,74 +1,70 @@
-"""The delay of ranks by the store is that of the equation, with its limits."""
+"""The bounds of a step are the longest and the sum of its resources' work by their rates."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
-from torch import nn
 
-from trainer_client.config.loading import load_config
-from trainer_client.plan.layout import World, lay_out
-from trainer_client.plan.machine import Overhead, Rates, StepOverhead
-from trainer_client.plan.step_time import Traffic, delay_by_store, predict
+from trainer_client.plan.machine import Rates
+from trainer_client.plan.step_time import StepTime, Traffic, predict
 
-
-@pytest.mark.parametrize(
-    ("own", "optimizer", "other", "delay"),
-    [
-        # One thread alone delays the ranks by all that it computes.
-        (0.5, 0.2, 0.0, 0.2),
-        (0.5, 0.0, 0.2, 0.2),
-        # step = (0.9 + sqrt(0.81 - 0.32)) / 2 = 0.8, and 2 * 0.2 * 0.2 / 0.8 = 0.1 is saved.
-        (0.5, 0.2, 0.2, 0.3),
-        # Both threads work all the time, and there is nothing to delay.
-        (0.0, 1.0, 1.0, 1.0),
-        (0.0, 1.0, 3.0, 3.0),
-    ],
+RATES = Rates(
+    copy=10.0,
+    device_link=20.0,
+    nvme_read=4.0,
+    nvme_write=2.0,
+    nvme_both=1.0,
+    update=5.0,
+    device_update=50.0,
+    collective=8.0,
+    host_memory=100.0,
 )
-def test_two_threads_of_the_store_delay_less_than_their_sum(
-    own: float, optimizer: float, other: float, delay: float
-) -> None:
-    assert delay_by_store(own, optimizer, other) == pytest.approx(delay)
 
 
-@pytest.mark.parametrize(("limit", "threads"), [(None, 8), (2e9, 16), (1e9, 0)])
-def test_more_threads_help_updates_only_until_memory_bounds_them(limit: float | None, threads: int) -> None:
-    raw = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    layout = lay_out(nn.Linear(8, 8).to("meta"), load_config(raw, {}), World(ranks=1))
-    none = dict.fromkeys((field.name for field in fields(Traffic)), 0)
-    traffic = Traffic(**none | {"updated": 10**9, "updated_in_memory": 10**9})
-    rates = Rates(
-        copy=1.0,
-        fresh_copy=1.0,
-        device_link=1.0,
-        nvme_read=1.0,
-        nvme_write=1.0,
-        nvme_both=1.0,
-        update=125e6,
-        device_update=None,
-        collective=None,
-        update_limit=limit,
-    )
+def predicted(*, is_cpu: bool, **moved: Any) -> StepTime:
+    traffic = Traffic(**dict.fromkeys((field.name for field in fields(Traffic)), 0) | moved)
+    return predict(traffic, RATES, ranks=2, compute_seconds=4.0, tokens=100, is_cpu=is_cpu)
 
-    # One thread updates the elements in 8 s, and the computation takes one.
-    found = predict(
-        layout,
-        traffic,
-        rates,
-        compute_seconds=1.0,
-        overhead=StepOverhead(rank=0.0, store=0.0),
-        tokens=1,
+
+def test_the_bounds_are_the_longest_resource_and_the_sum_of_all() -> None:
+    found = predicted(
         is_cpu=False,
-        store_has_cores=True,
-        optimizer_threads=4,
+        to_rank=30,
+        from_rank=10,
+        collectives=16,
+        nvme_read=10,
+        nvme_written=8,
+        updated=5,
+        updated_on_device=50,
     )
 
-    assert found.store_threads == threads
-    assert found.resources["store_processor"] == 2.0 + (1e9 / limit if limit else 0.0)
+    assert found.resources == {
+        "compute": 4.0,
+        "collectives": 2.0,
+        # Eight bytes each way at once, and two bytes that are read alone.
+        "nvme": 8.5,
+        "store_link": 2.0,
+        "store_update": 1.0,
+        "device_update": 1.0,
+        # NVMe and the links of both ranks move these bytes, and 28 more for each element that the store updates.
+        "host_memory": pytest.approx((18 + 2 * 40 + 28 * 5) / 100),
+    }
+    assert found.binding == "nvme"
+    assert found.overlapped_seconds == 8.5
+    assert found.serial_seconds == pytest.approx(sum(found.resources.values()))
+    assert found.hiding_tokens == int(100 * 8.5 / 4.0)
 
 
-def test_the_overhead_of_a_step_grows_with_its_units() -> None:
-    whole = Overhead(per_unit=0.25, per_step=1.0, store_per_unit=0.5, store_per_step=2.0).of_step(4)
+def test_a_rank_on_the_cpu_copies_what_it_does_not_map() -> None:
+    found = predicted(is_cpu=True, to_rank=30, from_rank=10, mapped=25)
 
-    assert whole == StepOverhead(rank=2.0, store=4.0)
+    assert found.resources["store_link"] == 1.5
+
+
+def test_where_nothing_moves_nothing_has_to_be_hidden() -> None:
+    found = predicted(is_cpu=False)
+
+    assert found.hiding_tokens is None
+    assert found.overlapped_seconds == found.serial_seconds == 4.0
