@@ -125,6 +125,45 @@ def test_the_bytes_of_a_plan_are_those_of_the_store(
         assert need.home_bytes == 0
 
 
+class Buffered(nn.Module):
+    """A layer beside buffers of which two have no room in the client state of a commit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(600, 600, dtype=torch.bool))
+        self.register_buffer("codes", torch.zeros(300, 601))
+        self.register_buffer("small", torch.zeros(8))
+        self.register_buffer("not_stored", torch.zeros(100), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(tokens).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_the_buffers_of_a_plan_are_those_of_the_rank_and_of_the_store(tmp_path: Path, dtype: str | None) -> None:
+    raw = config(tmp_path / "state", stage=3, homes=("nvme", "nvme"), bf16=False)
+    raw["data_types"] = {"buffer_dtype": dtype}
+    loaded = load_config(raw, {})
+    with torch.device("meta"):
+        layout = lay_out(Buffered(), loaded, World(ranks=1))
+    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=()), find_need)
+    need = memory.store
+    # The data file has some pages of its own.
+    raw["paramserver"]["nvme_budget"] = need.nvme_bytes + MIB // 16
+
+    with served(raw) as job, trainer_client.initialize(model=Buffered(), config=job)[0] as engine:
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
+        engine.wait_for_commit()
+        held = accounts(tmp_path / "state")
+        on_device = sum(buffer.nbytes for buffer in engine.module.buffers())
+
+    assert held["nvme"]["jobs"] == need.written_bytes
+    (planned_bytes,) = (line.nbytes for line in memory.rank if line.what == "buffers of the model")
+    assert planned_bytes == on_device > 500_000
+
+
 @pytest.mark.parametrize(
     ("stage", "homes"), [(3, ("nvme", "nvme")), (3, ("host", "host")), (1, ("device", "nvme"))], ids=str
 )

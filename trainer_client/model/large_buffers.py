@@ -12,8 +12,9 @@ change are written once.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
@@ -71,20 +72,11 @@ class LargeBuffers:
 
     def to_parameters(self) -> list[pb.Parameter]:
         """Return the entries of all ranks, for the declaration of the job."""
-        return [
-            pb.Parameter(fqn=name_buffers(rank), shape=[numel], dtype=WIRE_DTYPES[_DTYPE])
-            for rank, numel in enumerate(self._numels)
-        ]
+        return entries_of(self._numels)
 
     def to_groups(self) -> list[pb.ShardGroup]:
         """Return the shard group of this rank's slab, if the rank has one."""
-        if not self.names:
-            return []
-        numel = self._numels[self._rank]
-        # The values come from this rank's device or memory at each change, so the store needs no copy in host memory.
-        kind = pb.KindSpec(kind=PARAM, dtype=WIRE_DTYPES[_DTYPE], placement=tiers.NVME)
-        shard = pb.Shard(fqn=name_buffers(self._rank), numel=numel)
-        return [pb.ShardGroup(name=self._slab.group, numel=numel, shards=[shard], kinds=[kind])]
+        return [group_of(self._rank, self._numels[self._rank])] if self.names else []
 
     @property
     def form(self) -> list[Any]:
@@ -93,8 +85,7 @@ class LargeBuffers:
 
     @property
     def _slab(self) -> SlabName:
-        name = ShardGroupName(unit=name_buffers(self._rank), start=0, stop=self._numels[self._rank])
-        return SlabName(group=str(name), kind=PARAM)
+        return SlabName(group=_group_name(self._rank, self._numels[self._rank]), kind=PARAM)
 
     def hand_over(self, step: int) -> None:
         """Hand the buffers over for the uncommitted `step`. It can raise StoreError."""
@@ -163,10 +154,44 @@ def can_store(buffer: torch.Tensor) -> bool:
     if buffer.is_quantized or buffer.is_meta or buffer.layout is not torch.strided:
         return False
     try:
-        safetensors.torch.load(safetensors.torch.save({"": torch.empty(0, dtype=buffer.dtype)}))
+        safetensors.torch.load(safetensors.torch.save({"": torch.empty(0, dtype=buffer.dtype, device=CPU)}))
     except KeyError:
         return False
     return True
+
+
+def entries_of(numels: Iterable[int]) -> list[pb.Parameter]:
+    """Return the entries of all ranks for the declaration of a job, from the elements of each rank's slab."""
+    return [
+        pb.Parameter(fqn=name_buffers(rank), shape=[numel], dtype=WIRE_DTYPES[_DTYPE])
+        for rank, numel in enumerate(numels)
+    ]
+
+
+def group_of(rank: int, numel: int) -> pb.ShardGroup:
+    """Return the shard group of the slab of a rank, which has `numel` elements."""
+    # The values come from the rank's device or memory at each change, so the store needs no copy in host memory.
+    kind = pb.KindSpec(kind=PARAM, dtype=WIRE_DTYPES[_DTYPE], placement=tiers.NVME)
+    shard = pb.Shard(fqn=name_buffers(rank), numel=numel)
+    return pb.ShardGroup(name=_group_name(rank, numel), numel=numel, shards=[shard], kinds=[kind])
+
+
+def planned_numel(buffers: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of elements of a slab with buffers like these, by name, which need have no values.
+
+    It has to be that of `_packed`. It can raise KeyError: safetensors has no such dtype.
+    """
+    header, end = dict[str, Any](), 0
+    # safetensors has the widest elements first, and within them the order of the names.
+    for name, buffer in sorted(buffers.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        begin, end = end, end + buffer.nbytes
+        empty = safetensors.torch.save({"": torch.empty(0, dtype=buffer.dtype, device=CPU)})
+        header[name] = json.loads(empty[_LENGTH_BYTES:])[""] | {
+            "shape": list(buffer.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return _numel_of(_LENGTH_BYTES + round_up(len(text), _LENGTH_BYTES) + end)
 
 
 def unpacked(words: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -180,13 +205,20 @@ def _packed(buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the elements [n], fp32, of a slab with these buffers."""
     # Two buffers may share memory, which safetensors refuses.
     content = safetensors.torch.save({name: b.to(CPU, copy=True).contiguous() for name, b in buffers.items()})
-    words = torch.zeros(
-        round_up(-(-(_LENGTH_BYTES + len(content)) // _DTYPE.itemsize), ELEMENT_ALIGNMENT), dtype=_DTYPE
-    )
+    words = torch.zeros(_numel_of(len(content)), dtype=_DTYPE)
     target = words.view(torch.uint8).numpy()
     target[:_LENGTH_BYTES] = memoryview(len(content).to_bytes(_LENGTH_BYTES, "little"))
     target[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = memoryview(content)
     return words
+
+
+def _numel_of(content_bytes: int) -> int:
+    """Return the number of elements of a slab with a file of this size."""
+    return round_up(-(-(_LENGTH_BYTES + content_bytes) // _DTYPE.itemsize), ELEMENT_ALIGNMENT)
+
+
+def _group_name(rank: int, numel: int) -> str:
+    return str(ShardGroupName(unit=name_buffers(rank), start=0, stop=numel))
 
 
 def _digest(buffer: torch.Tensor) -> int:

@@ -215,7 +215,7 @@ def _plan(
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
     find_need, find_hits = figures
     job = Job(
-        # Laying out a model does not change it, so all plans use the same model.
+        # All plans use the same model, because laying it out changes nothing but the dtype of its buffers.
         build=lambda: shape,
         rehearse=rehearsed,
         world=world,

@@ -16,12 +16,16 @@ from paramserver.contract.store_need import FindNeed, RefusedJobError, StoreNeed
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.device import CPU
 from trainer_client.errors import ConfigError
+from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import is_one_sided
+from trainer_client.model.large_buffers import can_store, entries_of, group_of, planned_numel
 from trainer_client.model.leaves import mark_configured_leaves
-from trainer_client.model.parameters import list_parameters
+from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
+from trainer_client.model.plain_state import PlainState
 from trainer_client.model.states import placement_bytes
 from trainer_client.model.tiling import Tiling
 from trainer_client.model.unit_policy import choose_policy, find_units
@@ -93,13 +97,15 @@ class Layout:
     Attributes:
         parameters: the number of elements of the model, without padding.
         units: the units, the root first.
+        buffer_bytes: the bytes of the model's buffers, which each rank has on its device.
         request: the request with which a rank of the first node would open the job.
-        declared: the shard groups of all ranks of the first node.
+        declared: the shard groups of all ranks of the first node, and those of their large buffers.
     """
 
     world: World
     parameters: int
     units: tuple[PlannedUnit, ...]
+    buffer_bytes: int
     request: pb.OpenJobRequest
     declared: tuple[pb.ShardGroup, ...]
 
@@ -137,6 +143,8 @@ class Layout:
 def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
     """Return the layout of a model whose parameters have no memory.
 
+    The buffers of the model get the dtype that the config asks for.
+
     Raises:
         ConfigError: `initialize` would refuse the model or the config, too.
     """
@@ -149,9 +157,9 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
         )
     optimizer = make_optimizer(None, config.optimizer, None, parameters, section.may_thaw)
     precision = PrecisionPolicy.of(config)
-    policy = PlacementPolicy.of(config)
     mark_configured_leaves(model, config.zero_optimization)
     precision.mark_reductions(model)
+    cast_buffers(model, precision.buffer_dtype)
     host_budget = int(section.host_budget)
     tiling = Tiling.of(model, parameters, config, precision.dtype_of, host_bytes=host_budget, is_loud=False)
     specs = tiling.cut(find_units(model, parameters, choose_policy(section.units, None)))
@@ -161,7 +169,7 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
         return [flat_groups(s, optimizer, precision, rank=rank, world_size=size, device=META) for s in specs]
 
     def placed(groups: Sequence[Sequence[FlatGroup]]) -> dict[str, GroupPlacement]:
-        return assign(list(chain.from_iterable(groups)), policy)
+        return assign(list(chain.from_iterable(groups)), PlacementPolicy.of(config))
 
     first = groups_of(0)
     placement = placed(first)
@@ -170,6 +178,8 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
         groups = first if rank == 0 else groups_of(rank)
         homes = placed(groups)
         declared += [group.to_proto(homes[group.name]) for group in chain.from_iterable(groups)]
+    slabs = _slabs_of_buffers(model, parameters) * world.size
+    declared += [group_of(rank, numel) for rank, numel in enumerate(slabs[: world.ranks])]
     request = open_request(
         parameters,
         optimizer,
@@ -182,6 +192,7 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
         durability=section.durability,
         resume=pb.RESUME_POLICY_AUTO,
         layout="plan",
+        buffers=entries_of(slabs),
     )
     return Layout(
         world=world,
@@ -195,9 +206,26 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
             )
             for spec, groups in zip(specs, first, strict=True)
         ),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         request=request,
         declared=tuple(declared),
     )
+
+
+def _slabs_of_buffers(model: nn.Module, parameters: Sequence[ModelParameter]) -> list[int]:
+    """Return the elements of a rank's slab of the buffers for which a commit has no room; empty without such buffers.
+
+    run/job.py finds them in the same way.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    left_out = PlainState(model, parameters).to_commit()["left_out"]
+    # The buffers of a plan have no values, which can be stored or not like those of an empty one.
+    large = {
+        name: buffers[name]
+        for name in left_out
+        if name in buffers and can_store(torch.empty(0, dtype=buffers[name].dtype, device=CPU))
+    }
+    return [planned_numel(large)] if large else []
 
 
 def gathers_one_sided(layout: Layout, config: TrainingConfig, *, is_cpu: bool) -> bool:

@@ -167,6 +167,7 @@ def _lines_of_states(layout: Layout, copies: PlannedCopies) -> list[Line]:
     return [
         _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
         _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
+        _exact("buffers of the model", layout.buffer_bytes, "they are on the device of each rank"),
         _exact("copies of parameters", copies.nbytes, "paramserver.gpu_budget, or all parameters that a rank reads"),
         _exact(
             "update on the device",
