@@ -15,9 +15,10 @@ from typing import Any
 from weakref import WeakSet
 
 from storage.errors import BudgetExceededError, StorageError
-from storage.gradients import Activation, Gradient, Gradients
+from storage.gradients import Gradients
 from storage.job_table import JobTable
 from storage.need import HostNeed, versions_needed
+from storage.parkable import Activation, Gradient
 from storage.reader import StepReader
 from storage.shard import TierName
 from storage.shown_sizes import least_size, shown_size

@@ -31,12 +31,13 @@ from storage.damage_log import DamageLog
 from storage.demand_reads import DemandReads
 from storage.directories import CATALOG, LOCK
 from storage.errors import BudgetExceededError, ConflictError, StepAbortedError, StorageError
-from storage.gradients import Activation, Gradient, Gradients, Parkable
+from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
 from storage.kept_steps import KeptSize, KeptSteps
 from storage.open_files import OpenFiles
+from storage.parkable import Activation, Gradient, Parkable
 from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader

@@ -15,8 +15,8 @@ from typing import Any
 from storage.catalog.records import CommitRecord
 from storage.commit import Committer
 from storage.errors import ConflictError, StepAbortedError
-from storage.gradients import Gradient
 from storage.host_cache import HostCache
+from storage.parkable import Gradient
 from storage.shadows import Shadows
 from storage.shard import Kind
 from storage.slab import Group, HostCopy, Slab

@@ -6,11 +6,28 @@ ranges are never evicted.
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 
+from storage.errors import BudgetExceededError
+from storage.shown_sizes import shown_size
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
+from storage.waiting import Alarm
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _LastRequest:
+    """A request of `ScratchRanges.allocate_last`, which waits since a time on the loop's clock."""
+
+    job: str
+    label: str
+    nbytes: int
+    since: float
+    granted: asyncio.Future[ArenaRange]
 
 
 class ScratchRanges:
@@ -21,6 +38,10 @@ class ScratchRanges:
         self._owners: dict[ArenaRange, str] = {}
         # The bytes of each job's ranges, by the job's name.
         self._accounts: Counter[str] = Counter()
+        # The requests behind all others, in their order.
+        self._last: deque[_LastRequest] = deque()
+        host.add_queue_behind(lambda: (request.since for request in self._last if not request.granted.done()))
+        host.when_room_is_made(self._serve_last)
 
     @property
     def ranges(self) -> Collection[ArenaRange]:
@@ -44,10 +65,66 @@ class ScratchRanges:
         """
         return self._charge(job, await self._host.allocate(nbytes, from_top=from_top))
 
-    def try_allocate(self, job: str, nbytes: int) -> ArenaRange | None:
-        """Return a range from the top that is charged to `job`, without waiting; None if there is no room now."""
-        range_ = self._host.try_allocate(nbytes, None, from_top=True)
-        return None if range_ is None else self._charge(job, range_)
+    @property
+    def wanted_last_bytes(self) -> int:
+        """The bytes for which requests of `allocate_last` wait."""
+        return sum(request.nbytes for request in self._last)
+
+    async def allocate_last(self, job: str, nbytes: int, label: str) -> ArenaRange:
+        """Wait until no other request waits and there is room, and return a range that is charged to `job`.
+
+        Activations are allocated like this. A client recalls them ahead of their use, and frees room only when it goes
+        on, so the gradient or the unit that it needs to go on must not wait behind them.
+
+        Args:
+            job: the name of the job.
+            nbytes: the bytes that are wanted.
+            label: the name of what is to be there, for the error.
+
+        Raises:
+            BudgetExceededError: there was no room before the deadline.
+        """
+        loop = asyncio.get_running_loop()
+        request = _LastRequest(job=job, label=label, nbytes=nbytes, since=loop.time(), granted=loop.create_future())
+        self._last.append(request)
+        self._serve_last()
+        if not request.granted.done():
+            self._host.announce_shortage()
+        deadline = Alarm(self._host.deadline(), partial(self._refuse, request))
+        try:
+            return await request.granted
+        except asyncio.CancelledError:
+            self.free_granted(request.granted)
+            raise
+        finally:
+            deadline.cancel()
+            if request in self._last:
+                self._last.remove(request)
+                self._serve_last()
+
+    def _serve_last(self) -> None:
+        """Grant the requests of `allocate_last` for which there is room, in their order."""
+        while self._last:
+            request = self._last[0]
+            if request.granted.done():
+                self._last.popleft()
+                continue
+            range_ = self._host.try_allocate(request.nbytes, None, from_top=True)
+            if range_ is None:
+                return
+            self._last.popleft()
+            request.granted.set_result(self._charge(request.job, range_))
+
+    def _refuse(self, request: _LastRequest) -> None:
+        """Fail a request whose deadline has passed."""
+        if not request.granted.done():
+            request.granted.set_exception(
+                BudgetExceededError(
+                    f"host_budget {shown_size(self._host.budget_bytes)} had no room for {request.label} of "
+                    f"{shown_size(request.nbytes)}: {shown_size(self._host.used_bytes)} are used; raise "
+                    "host_budget, or move fewer activations"
+                )
+            )
 
     def allocate_free(self, nbytes: int) -> ArenaRange | None:
         """Return a range from the bottom of the free and the lent room, charged to no job, or None.
@@ -65,6 +142,13 @@ class ScratchRanges:
     def free(self, range_: ArenaRange) -> None:
         """Free a range."""
         self._host.free(self.hand_over(range_))
+
+    def free_granted(self, request: asyncio.Future[ArenaRange]) -> bool:
+        """Free the range that a request got at the moment at which its caller was cancelled; return whether it did."""
+        if not request.done() or request.cancelled() or request.exception() is not None:
+            return False
+        self.free(request.result())
+        return True
 
     def hand_over(self, range_: ArenaRange) -> ArenaRange:
         """Return a range that no job is charged for any more.

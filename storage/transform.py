@@ -21,9 +21,10 @@ from functools import partial
 import torch
 
 from storage.errors import BudgetExceededError, DamagedBlockError
-from storage.gradients import Gradient, Gradients
+from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
+from storage.parkable import Gradient
 from storage.position_lock import PositionLock
 from storage.shard import MAX_OPTIMIZER_STATES, DType, Kind
 from storage.shown_sizes import least_size, shown_size

@@ -16,7 +16,7 @@ from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.config import EngineConfig
 from storage.engine import Engine
-from storage.gradients import Gradient
+from storage.parkable import Gradient
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.transform import Kernel, Tile
 from storage.versions import Job

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
+from storage.parkable import Activation
 from storage.tiers.contract import Tier
 from storage.tracing import Span, Tracer
 
@@ -84,7 +85,7 @@ def read_counters(engine: Engine) -> pb.ReadCountersResponse:
     return pb.ReadCountersResponse(
         tiers=[_counters(tier) for tier in engine.tiers],
         monotonic_seconds=time.monotonic(),
-        spilled_activation_bytes=engine.gradients.spilled_activations_ever,
+        spilled_activation_bytes=engine.gradients.spilled_ever[Activation],
     )
 
 

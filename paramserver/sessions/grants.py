@@ -23,7 +23,7 @@ from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
-from storage.gradients import Activation, Gradient
+from storage.parkable import Activation, Gradient
 from storage.reader import StepReader
 from storage.shard import DType, Kind
 from storage.slab import NEVER, Slab

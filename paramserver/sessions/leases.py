@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paramserver.sessions.shared_ranges import SharedRange
 from storage.engine import Pin
 from storage.errors import ConflictError
-from storage.gradients import Activation, Gradient, Parkable
+from storage.parkable import Activation, Gradient, Parkable
 from storage.reader import StepReader
 from storage.shard import DType
 from storage.slab import Slab

@@ -33,7 +33,7 @@ FLOORS = {
         "integrity shard syscalls",
         "open_files threads tracing",
         "tiers",
-        "catalog scratch scrub slab",
+        "catalog parkable scratch scrub slab",
         "directories gradients host_cache need shadows shard_index",
         "assembly copy_writes fsck prefetch transform versions",
         "demand_reads gathering job_table renewal",

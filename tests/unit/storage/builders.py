@@ -26,7 +26,7 @@ from storage import syscalls
 from storage.accounts import Holder
 from storage.config import EngineConfig
 from storage.engine import Engine
-from storage.gradients import Gradient
+from storage.parkable import Gradient
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
 from storage.tiers.base import PAGE_BYTES, round_up

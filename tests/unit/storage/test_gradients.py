@@ -14,8 +14,8 @@ import torch
 
 from storage.accounts import Holder
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, DamagedBlockError, NotFoundError
-from storage.gradients import Gradient
+from storage.errors import BudgetExceededError, DamagedBlockError, DeviceError, NotFoundError
+from storage.parkable import Gradient
 from storage.shard import DType, TierName
 from storage.shown_sizes import shown_size
 from tests.unit.storage.builders import (
@@ -253,6 +253,37 @@ async def test_a_recall_that_is_cancelled_when_the_spill_has_ended_leaves_the_gr
         engine.gradients.free(gradient)
 
 
+async def test_a_recall_waits_for_a_second_spill_that_begins_when_the_first_one_has_failed(
+    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        without_room(engine)
+        gradient, values = await filled(training)
+        used, fails = engine.nvme.used_bytes, asyncio.Event()
+
+        async def fail(*_: object) -> None:
+            await fails.wait()
+            raise DeviceError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.nvme, "write_from", fail)
+            engine.gradients.park(gradient)
+            recalling = asyncio.ensure_future(engine.gradients.recall(gradient))
+            await asyncio.sleep(0.02)
+        # The client parks the gradient again before it has the answer to its recall.
+        engine.gradients.park(gradient)
+        (spill,) = engine.gradients._spills.values()
+        # This runs before the recall that waits for the spill, too.
+        spill.add_done_callback(lambda _: engine.gradients.relieve())
+        fails.set()
+        await recalling
+        await engine.gradients.close()
+        assert not gradient.is_parked and gradient.region is None and engine.nvme.used_bytes == used
+        assert torch.equal(engine.gradients.tensor(gradient), values)
+        engine.gradients.free(gradient)
+
+
 async def test_a_gradient_is_spilled_while_its_update_reads_it(
     tmp_path: Path, without_room: Callable[[Engine], None]
 ) -> None:
@@ -345,7 +376,7 @@ async def test_requests_wait_for_the_last_use_of_a_gradient_before_it_is_spilled
             engine.gradients.park(gradient)
             shortage = asyncio.ensure_future(engine.host.allocate(13 * MIB))
             await asyncio.sleep(0.05)
-            await asyncio.gather(*[memory._spilling for memory in (gradient,) if memory._spilling is not None])
+            await asyncio.gather(*engine.gradients._spills.values())
             assert (gradient.region is not None) == (patience < 1)
             go_on.set()
             engine.host.free(await shortage)

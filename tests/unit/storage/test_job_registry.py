@@ -20,7 +20,7 @@ from storage.errors import (
     InvalidRequestError,
     NotFoundError,
 )
-from storage.gradients import Gradient
+from storage.parkable import Gradient
 from storage.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
 from storage.shown_sizes import shown_size
 from tests.unit.storage.builders import (
