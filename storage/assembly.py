@@ -23,6 +23,7 @@ from storage.tiers.extents import Extent
 from storage.tiers.health import DeviceWatch
 from storage.tiers.host import HostTier
 from storage.tiers.lender import Lender
+from storage.tiers.lent import LentMemory, LentSegments
 from storage.tiers.nvme import NvmeTier, OnDamage
 from storage.tiers.remote import RemoteTier
 from storage.tracing import Tracer
@@ -34,11 +35,13 @@ class Tiers:
 
     Attributes:
         eviction_order: the order in which copies are evicted from `host`.
+        lent: the free room of `host` that is lent to other daemons.
         nvme: the durable tier, which is the last one in `backing`.
     """
 
     host: HostTier
     eviction_order: EvictionOrder
+    lent: LentMemory
     nvme: NvmeTier
     backing: BackingTiers
 
@@ -65,6 +68,16 @@ async def open_tiers(
         StorageError: see `Engine.open`.
     """
     async with AsyncExitStack() as undo:
+        remote = None
+        if lenders:
+            remote = RemoteTier(
+                lenders,
+                budget_bytes=config.remote_budget_bytes,
+                timeout_seconds=config.lender_timeout_seconds,
+                retry_seconds=config.lender_retry_seconds,
+                is_always_used=config.lenders_are_always_used,
+                on_event=on_lender,
+            )
         nvme = await open_nvme(
             catalog,
             config.state_dir,
@@ -76,14 +89,16 @@ async def open_tiers(
             nice=config.worker_nice,
             tracer=tracer,
             on_damage=on_damage,
+            on_freed=None if remote is None else remote.forget,
         )
         undo.push_async_callback(nvme.close)
         reach(Failpoint.DURING_RECOVERY)
         syscalls.sync_directory(config.state_dir)
-        eviction_order = EvictionOrder()
+        eviction_order, segments = EvictionOrder(), LentSegments()
         host = HostTier(
             config.host_budget_bytes,
             eviction_order,
+            segments.take_back,
             admission_timeout_seconds=config.admission_timeout_seconds,
             slots=config.arena_slots,
             arena_file=config.arena_file,
@@ -93,19 +108,8 @@ async def open_tiers(
         undo.push_async_callback(host.close)
         watch = DeviceWatch(config.device_timeout_seconds)
         undo.push_async_callback(watch.close)
-        remote = None
-        if lenders:
-            remote = RemoteTier(
-                lenders,
-                nvme.counters,
-                budget_bytes=config.remote_budget_bytes,
-                timeout_seconds=config.lender_timeout_seconds,
-                retry_seconds=config.lender_retry_seconds,
-                is_always_used=config.lenders_are_always_used,
-                on_event=on_lender,
-            )
-            nvme.when_freed(remote.forget)
         backing = BackingTiers(volatile, nvme, watch, remote)
-        tiers = Tiers(host=host, eviction_order=eviction_order, nvme=nvme, backing=backing)
+        lent = LentMemory(host, segments, config.lend_bytes, config.lend_bytes_per_borrower)
+        tiers = Tiers(host=host, eviction_order=eviction_order, lent=lent, nvme=nvme, backing=backing)
         undo.pop_all()
     return tiers

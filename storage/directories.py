@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from storage.catalog.catalog import Catalog
 from storage.errors import ConflictError, DeviceError, NotFoundError
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent, without
-from storage.tiers.nvme import NvmeTier, OnDamage
+from storage.tiers.nvme import NvmeRegion, NvmeTier, OnDamage
 from storage.tracing import Tracer
 
 LABEL = "paramserver.json"
@@ -49,6 +49,7 @@ async def open_nvme(
     nice: int,
     tracer: Tracer,
     on_damage: OnDamage,
+    on_freed: Callable[[NvmeRegion], None] | None,
 ) -> NvmeTier:
     """Open the NVMe tier with one data file in each of `directories`, or in the state directory if there are none.
 
@@ -62,6 +63,7 @@ async def open_nvme(
         write_threads: the number of writing threads of each file.
         nice: the niceness of these threads.
         stuck_after_seconds: the time after which a device that does not answer counts as stuck.
+        on_freed: see NvmeTier.
 
     Raises:
         ConflictError: a directory is in use, belongs to another store or to the original of this copied store, or a
@@ -95,7 +97,7 @@ async def open_nvme(
             for file in files:
                 room = budget_bytes - sum(other.occupied_bytes for other in files)
                 await file.probe(room // len(files))
-        tier = NvmeTier(files, budget_bytes, bad, tracer=tracer, on_damage=on_damage)
+        tier = NvmeTier(files, budget_bytes, bad, tracer=tracer, on_damage=on_damage, on_freed=on_freed)
         undo.pop_all()
     return tier
 

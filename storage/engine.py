@@ -52,7 +52,6 @@ from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.contract import BackingTier, Region, Tier
 from storage.tiers.gpu import GpuTier
 from storage.tiers.lender import Lender
-from storage.tiers.lent import LentMemory
 from storage.tracing import Tracer
 from storage.transform import Kernel, TilePool, Transformer
 from storage.upkeep import HeldStep, Upkeep, versions_on
@@ -95,7 +94,7 @@ class Engine:
         self.gpu = GpuTier()
         self.backing = tiers.backing
         self.remote = tiers.backing.remote
-        self.lent = LentMemory(self.host, config.lend_bytes, config.lend_bytes_per_borrower)
+        self.lent = tiers.lent
         self.tracer = tracer
         self.host_cache = HostCache(self.host, tiers.eviction_order)
         self.queue = PrefetchQueue(

@@ -61,7 +61,7 @@ class TierSizes:
 
 async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, progress: Progress) -> dict[str, Any]:
     """Run all cases, group by group, in files below `directory`; return a report by case (see measure.py)."""
-    host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES, EvictionOrder())
+    host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES, EvictionOrder(), lambda: None)
     try:
         host.arena.finish_collapse()
         memory = host.view(await host.allocate(sizes.largest_bytes))
@@ -87,7 +87,9 @@ async def _opened(directory: Path, memory: memoryview, threads: Threads) -> Asyn
     directory.mkdir()
     try:
         file = DataFile(0, directory / "data.0", (), read_threads=threads.read, write_threads=threads.write)
-        nvme = NvmeTier([file], 2 * len(memory), (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
+        nvme = NvmeTier(
+            [file], 2 * len(memory), (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+        )
         try:
             yield Bench(nvme, memory, fio.find(directory, direct=file.direct), threads)
         finally:

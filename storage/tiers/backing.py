@@ -164,7 +164,7 @@ class BackingTiers:
         self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool
     ) -> None:
         """Read from lenders what they have, and at the same time the rest from the tiers of the regions."""
-        elsewhere, reads = remote.split(moves)
+        elsewhere, reads = remote.split(moves, self.durable.counters)
         if not reads:
             await self._read(moves, priority, verified=verified)
             return

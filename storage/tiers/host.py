@@ -72,6 +72,7 @@ class HostTier:
         self,
         budget_bytes: int,
         room_maker: RoomMaker,
+        take_back: Callable[[], ArenaRange | None],
         *,
         admission_timeout_seconds: float = 60.0,
         slots: int = 0,
@@ -83,6 +84,7 @@ class HostTier:
 
         Args:
             room_maker: evicts copies if an allocation finds no room.
+            take_back: called before a copy is evicted: it returns a lent range, which the tier frees, or None.
 
         Raises:
             DiskFullError: the machine has too little shared memory.
@@ -95,11 +97,11 @@ class HostTier:
         self.waiting = BusyClock()
         self._admission_timeout_seconds = admission_timeout_seconds
         self._room_maker = room_maker
+        self._take_back = take_back
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
         # For each queue behind all allocations, a function that returns when each of its requests came.
         self._queues_behind: list[Callable[[], Iterable[float]]] = []
-        self._take_back: Callable[[], ArenaRange | None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -176,10 +178,6 @@ class HostTier:
     def is_short(self) -> bool:
         """Whether an allocation waits for room, or a request behind all allocations."""
         return any(True for _ in self._waiting_since())
-
-    def take_back_first(self, take_back: Callable[[], ArenaRange | None]) -> None:
-        """Call `take_back` before a copy is evicted: it returns a lent range, which the tier frees, or None."""
-        self._take_back = take_back
 
     def deadline(self) -> float:
         """Return the time, on the loop's clock, until which a request that begins now may wait for room."""

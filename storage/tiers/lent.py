@@ -130,23 +130,43 @@ class Loan:
             )
 
 
+class LentSegments:
+    """The segments of all loans of a store, in the order in which they were taken from the arena."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[Loan, int], None] = {}
+
+    def take_back(self) -> ArenaRange | None:
+        """Take the newest segment from its loan, and return its range, which the caller frees; None if there is none.
+
+        Segments are taken from the top of the arena downwards, so the newest one lies next to the free room below.
+        """
+        if not self.taken:
+            return None
+        (loan, segment), _ = self.taken.popitem()
+        loan.taken_back_bytes += SEGMENT_BYTES
+        return loan._segments.pop(segment).range_
+
+
 class LentMemory:
     """All loans of a store, within one budget."""
 
-    def __init__(self, host: HostTier, budget_bytes: int = 0, per_borrower_bytes: int | None = None) -> None:
+    def __init__(
+        self, host: HostTier, segments: LentSegments, budget_bytes: int = 0, per_borrower_bytes: int | None = None
+    ) -> None:
         """Lend up to `budget_bytes` of the free room of `host`.
 
         Args:
+            host: the host tier, which takes the segments back that it needs.
+            segments: the segments of the loans.
+            budget_bytes: the most bytes of all loans.
             per_borrower_bytes: the most bytes of all loans of one identity together; None: no limit but the budget.
         """
         self.host = host
         self.budget_bytes = budget_bytes
         self._per_borrower_bytes = per_borrower_bytes
         self._loans: list[Loan] = []
-        # The segments in the order in which they were taken from the arena. The newest is taken back first: segments
-        # are taken from the top of the arena downwards, so this one lies next to the free room below.
-        self._taken: dict[tuple[Loan, int], None] = {}
-        host.take_back_first(self._take_back)
+        self._taken = segments.taken
 
     @property
     def loans(self) -> Sequence[Loan]:
@@ -242,14 +262,6 @@ class LentMemory:
         """End all loans."""
         for loan in self.loans:
             self.end(loan)
-
-    def _take_back(self) -> ArenaRange | None:
-        """Take a segment away from a loan, and return its range, which the caller frees; None if nothing is lent."""
-        if not self._taken:
-            return None
-        (loan, segment), _ = self._taken.popitem()
-        loan.taken_back_bytes += SEGMENT_BYTES
-        return loan._segments.pop(segment).range_
 
     @property
     def _borrower_limit_bytes(self) -> int:

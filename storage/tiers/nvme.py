@@ -97,6 +97,7 @@ class NvmeTier:
         *,
         tracer: Tracer,
         on_damage: OnDamage,
+        on_freed: Callable[[NvmeRegion], None] | None,
     ) -> None:
         """Take over the files.
 
@@ -104,6 +105,8 @@ class NvmeTier:
             bad: extents that were found damaged, and are never used again.
             on_damage: adds to the error of a damaged block the names of the parameters whose bytes it had, and stores
                 the extents that are never to be used again for the next start.
+            on_freed: called with each region whose last holder releases it, before its extents are free; None: no
+                other tier has copies.
 
         Raises:
             BudgetExceededError: committed versions alone exceed the budget.
@@ -113,11 +116,11 @@ class NvmeTier:
         self.counters = TierCounters()
         self._tracer = tracer
         self._on_damage = on_damage
+        self._on_freed = on_freed
         self.bad = set(bad)
         self.damaged_blocks = 0
         self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
         self._file_of = {file.number: file for file in self.files}
-        self._on_freed: Callable[[NvmeRegion], None] = lambda _: None
         self._unsynced: set[NvmeRegion] = set()
         self._new: set[NvmeRegion] = set()
         if self.used_bytes > budget_bytes:
@@ -274,17 +277,14 @@ class NvmeTier:
         region.holders -= 1
         if region.holders:
             return
-        self._on_freed(region)
+        if self._on_freed is not None:
+            self._on_freed(region)
         self.counters.moved_bytes += region.nbytes
         self._unsynced.discard(region)
         self._damaged.pop(region, None)
         for extent in region.extents:
             for part in without(extent, self.bad) if self.bad else (extent,):
                 self._file_of[extent.file].free(part)
-
-    def when_freed(self, callback: Callable[[NvmeRegion], None]) -> None:
-        """Call `callback` with each region whose last holder releases it, before its extents are free."""
-        self._on_freed = callback
 
     def _place(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Return extents for `nbytes` from the free space, in stripes over the files; None if there is too little."""

@@ -59,7 +59,6 @@ class RemoteTier:
     def __init__(
         self,
         lenders: Iterable[Lender],
-        nvme: TierCounters,
         *,
         budget_bytes: int,
         timeout_seconds: float = 2.0,
@@ -71,7 +70,6 @@ class RemoteTier:
 
         Args:
             lenders: the daemons that may lend.
-            nvme: the counters of the durable tier, for the comparison of speeds.
             budget_bytes: the most bytes that are borrowed of all lenders together.
             timeout_seconds: the time in which a lender must answer; see TIMEOUT_BYTES.
             retry_seconds: for how long a lender is left alone that was lost, is full, or is slower than NVMe.
@@ -81,7 +79,6 @@ class RemoteTier:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
         self._sources = [Source(lender) for lender in lenders]
-        self._nvme = nvme
         self._nvme_rate = Rate()
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
@@ -304,11 +301,18 @@ class RemoteTier:
 
     # --- reads
 
-    def split(self, moves: Sequence[Move[Region]]) -> tuple[Sequence[Move[Region]], Sequence[RemoteRead]]:
-        """Return the moves that have to be made elsewhere, and those that `read` can make."""
+    def split(
+        self, moves: Sequence[Move[Region]], nvme: TierCounters
+    ) -> tuple[Sequence[Move[Region]], Sequence[RemoteRead]]:
+        """Return the moves that have to be made elsewhere, and those that `read` can make.
+
+        Args:
+            moves: all moves.
+            nvme: the counters of the durable tier, for the comparison of speeds.
+        """
         if not self._where:
             return moves, ()
-        self._nvme_rate.sample(self._nvme.bytes_read, self._nvme.reading.elapsed)
+        self._nvme_rate.sample(nvme.bytes_read, nvme.reading.elapsed)
         elsewhere: list[Move[Region]] = []
         reads: list[RemoteRead] = []
         for move in moves:

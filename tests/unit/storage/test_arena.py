@@ -321,12 +321,12 @@ def test_the_tier_says_which_memory_it_got_and_not_which_it_wanted(
     monkeypatch.setattr(syscalls, "create_huge_shared_memory", syscalls.create_shared_memory)
     monkeypatch.setattr(syscalls, "lock_memory", lambda _: None)
     monkeypatch.setattr(syscalls, "collapse_pages", lambda *_: iter([]))
-    host = HostTier(4 * MIB, EvictionOrder(), huge_pages=huge_pages, lock_memory=lock_memory)
+    host = HostTier(4 * MIB, EvictionOrder(), lambda: None, huge_pages=huge_pages, lock_memory=lock_memory)
     assert host.detail == detail
     host.arena.close()
     for function in ("create_huge_shared_memory", "lock_memory"):
         Fault(monkeypatch, function).fail(DeviceError("it is not allowed"))
-    host = HostTier(4 * MIB, EvictionOrder(), huge_pages=huge_pages, lock_memory=lock_memory)
+    host = HostTier(4 * MIB, EvictionOrder(), lambda: None, huge_pages=huge_pages, lock_memory=lock_memory)
     assert host.detail == "shared memory"
     host.arena.close()
 

@@ -222,7 +222,7 @@ async def test_a_pinned_copy_stays_whatever_is_fetched_and_the_rest_is_placed_as
 async def test_a_long_random_campaign_drops_what_a_search_of_all_copies_finds(seed: int) -> None:
     rng, count = random.Random(seed), 40
     order = EvictionOrder()
-    host = HostTier((count + 1) * PAGE_BYTES, order)
+    host = HostTier((count + 1) * PAGE_BYTES, order, lambda: None)
     host_cache = HostCache(host, order)
     slabs: list[Slab] = []
     for index in range(count):

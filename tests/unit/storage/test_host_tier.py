@@ -32,7 +32,7 @@ def order() -> EvictionOrder:
 @pytest.fixture
 def host(order: EvictionOrder) -> Iterator[HostTier]:
     """A tier with PAGES free pages."""
-    tier = HostTier((PAGES + 1) * PAGE_BYTES, order)
+    tier = HostTier((PAGES + 1) * PAGE_BYTES, order, lambda: None)
     yield tier
     tier.arena.close()
 
@@ -129,7 +129,7 @@ async def test_prefetches_go_on_when_the_last_waiter_gives_up(host: HostTier) ->
 
 async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behind_it_go_on() -> None:
     order = EvictionOrder()
-    host = HostTier((PAGES + 1) * PAGE_BYTES, order, admission_timeout_seconds=0.1)
+    host = HostTier((PAGES + 1) * PAGE_BYTES, order, lambda: None, admission_timeout_seconds=0.1)
     host_cache = HostCache(host, order)
     used = resident(host, host_cache, "used", pages=5)
     assert used.copy is not None
@@ -158,7 +158,7 @@ async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behi
 
 
 async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_deadline() -> None:
-    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), admission_timeout_seconds=20.0)
+    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), lambda: None, admission_timeout_seconds=20.0)
     pages = [await host.allocate(PAGE_BYTES) for _ in range(PAGES)]
     large = waiting(host, PAGES)
     await turn()
@@ -177,7 +177,7 @@ async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_dea
 
 
 async def test_a_waiter_cancelled_as_its_deadline_passes_leaves_nothing_behind() -> None:
-    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), admission_timeout_seconds=0.01)
+    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), lambda: None, admission_timeout_seconds=0.01)
     everything = await host.allocate(PAGES * PAGE_BYTES)
     for wait_seconds in (0.008, 0.009, 0.01, 0.011, 0.012):
         task = waiting(host, 1)
@@ -280,7 +280,7 @@ async def test_a_next_use_named_on_return_is_kept(host: HostTier, order: Evictio
 
 
 async def test_a_range_is_cleared_to_its_last_byte_and_no_further(order: EvictionOrder) -> None:
-    tier = HostTier(3 << 20, order)
+    tier = HostTier(3 << 20, order, lambda: None)
     ranges = [await tier.allocate(nbytes) for nbytes in (PAGE_BYTES, (1 << 20) + 1, PAGE_BYTES)]
     for each in ranges:
         tier.view(each)[:] = b"x" * each.nbytes

@@ -37,7 +37,9 @@ PAGES = BLOCK_BYTES // PAGE_BYTES
 async def tier_at(path: Path, *, pages: int = BUDGET_PAGES, used: tuple[Extent, ...] = ()) -> AsyncIterator[NvmeTier]:
     file = DataFile(0, path, used, read_threads=3, write_threads=2)
     try:
-        tier = NvmeTier([file], pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
+        tier = NvmeTier(
+            [file], pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+        )
     except BaseException:
         await file.close()
         raise
@@ -346,7 +348,9 @@ async def test_damage_in_a_version_that_is_freed_while_it_is_read_is_never_used_
 async def tier_over(directory: Path, *, pages: int) -> AsyncIterator[NvmeTier]:
     """Open a tier over two files."""
     files = [DataFile(n, directory / f"data.{n}", (), read_threads=1, write_threads=1) for n in range(2)]
-    tier = NvmeTier(files, pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
+    tier = NvmeTier(
+        files, pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+    )
     try:
         yield tier
     finally:

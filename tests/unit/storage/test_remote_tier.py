@@ -254,22 +254,22 @@ async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(t
         async with asyncio.timeout(20):
             while not tier.has(old):
                 await asyncio.sleep(0.001)
-        ((_, _, copy),) = tier.split([Move[Region](old, 0, whole)])[1]
+        ((_, _, copy),) = tier.split([Move[Region](old, 0, whole)], nvme.counters)[1]
         tiles = [Move[Region](old, offset, memoryview(bytearray(MIB))) for offset in range(0, 4 * MIB, MIB)]
         pair.lender.hidden.add(copy.offset + MIB)
-        left = await tier.read(tier.split(tiles)[1], verified=True)
+        left = await tier.read(tier.split(tiles, nvme.counters)[1], verified=True)
         pair.lender.hidden.clear()
         assert [move.offset for move in left] == [MIB]
         assert [bytes(tile.buffer) == whole[:MIB] for tile in tiles] == [True, False, True, True]
         # The tile is sent again when it was read from NVMe, and comes from the lender then.
-        elsewhere, remote = tier.split(tiles)
+        elsewhere, remote = tier.split(tiles, nvme.counters)
         assert ([move.offset for move in elsewhere], len(remote)) == ([MIB], 3)
         assert tier.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
         await tier.push([Move[Region](old, MIB, whole[:MIB])])
         async with asyncio.timeout(20):
             while not tier.has(old):
                 await asyncio.sleep(0.001)
-        assert await tier.read(tier.split(tiles)[1], verified=True) == []
+        assert await tier.read(tier.split(tiles, nvme.counters)[1], verified=True) == []
         assert all(bytes(tile.buffer) == whole[:MIB] for tile in tiles)
         nvme.free(old)
         assert tier.used_bytes == 0
@@ -309,7 +309,7 @@ async def test_bytes_of_a_version_count_for_no_newer_one_in_the_same_room(tmp_pa
         await tier.push([Move[Region](old, 0, buffer)])
         await tier.push([Move[Region](new, 0, buffer[: MIB // 2])])
         async with asyncio.timeout(20):
-            while tier.split([Move[Region](new, 0, buffer[: MIB // 2])])[0]:
+            while tier.split([Move[Region](new, 0, buffer[: MIB // 2])], nvme.counters)[0]:
                 await asyncio.sleep(0.001)
         assert not tier.has(old) and not tier.has(new)
         assert tier.used_bytes == MIB
@@ -321,7 +321,7 @@ async def test_bytes_of_a_version_count_for_no_newer_one_in_the_same_room(tmp_pa
 async def test_two_lenders_together_give_no_more_than_the_budget(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=16 * MIB) as engine:
         lenders = [LenderInProcess(engine.lent, f"lender:{number}") for number in range(2)]
-        tier = RemoteTier(lenders, TierCounters(), budget_bytes=6 * MIB, retry_seconds=0.01)
+        tier = RemoteTier(lenders, budget_bytes=6 * MIB, retry_seconds=0.01)
         tier.start()
         await asyncio.sleep(0.05)
         assert sum(info.size_bytes for info in tier.lenders) == 6 * MIB
@@ -332,7 +332,7 @@ async def test_two_lenders_together_give_no_more_than_the_budget(tmp_path: Path)
 async def test_a_second_lender_takes_the_place_of_the_first(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=32 * MIB, lend_bytes=16 * MIB) as engine:
         lenders = [LenderInProcess(engine.lent, f"lender:{number}") for number in range(2)]
-        tier = RemoteTier(lenders, TierCounters(), budget_bytes=6 * MIB, retry_seconds=0.01)
+        tier = RemoteTier(lenders, budget_bytes=6 * MIB, retry_seconds=0.01)
 
         def sizes() -> list[int]:
             return [info.size_bytes // MIB for info in tier.lenders]
@@ -385,12 +385,12 @@ class _Scenario:
 
     def __init__(self, engine: Engine, lender: LenderInProcess, retry_seconds: float) -> None:
         self.nvme = TierCounters()
-        self.tier = RemoteTier([lender], self.nvme, budget_bytes=16 * MIB, retry_seconds=retry_seconds)
+        self.tier = RemoteTier([lender], budget_bytes=16 * MIB, retry_seconds=retry_seconds)
         self.engine = engine
 
     async def read_all(self, region: NvmeRegion, buffer: memoryview, times: int) -> None:
         for _ in range(times):
-            _, shared = self.tier.split([Move[Region](region, 0, buffer)])
+            _, shared = self.tier.split([Move[Region](region, 0, buffer)], self.nvme)
             await self.tier.read(shared, verified=True)
 
 

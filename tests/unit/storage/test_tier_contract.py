@@ -27,12 +27,12 @@ BUDGET = 64 * BLOCK_BYTES
 
 
 def host_tier(_: Path) -> Tier:
-    return HostTier(BUDGET, EvictionOrder())
+    return HostTier(BUDGET, EvictionOrder(), lambda: None)
 
 
 def nvme_tier(directory: Path) -> DurableTier[NvmeRegion]:
     file = DataFile(0, directory / "data", (), read_threads=2, write_threads=2)
-    return NvmeTier([file], BUDGET, (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
+    return NvmeTier([file], BUDGET, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None)
 
 
 def folder_tier(directory: Path) -> BackingTier[FolderRegion]:

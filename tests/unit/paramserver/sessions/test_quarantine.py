@@ -60,7 +60,7 @@ class Client:
 
 @pytest.fixture
 def host() -> Iterator[HostTier]:
-    host = HostTier(4 * MIB, EvictionOrder(), slots=8)
+    host = HostTier(4 * MIB, EvictionOrder(), lambda: None, slots=8)
     yield host
     host.arena.close()
 
