@@ -120,7 +120,6 @@ def _make_parts(
     residency = _make_residency(rank, job)
     # The copies end before the session does, which ends the leases that they read and write.
     resources.all.callback(job.lanes.close)
-    rank.store.wait_before_votes(job.lanes.finish)
     for unit in job.units:
         # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
         # freed.

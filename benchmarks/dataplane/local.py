@@ -113,7 +113,7 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
         leases = store.acquire_write([_slab(mib)], 0).wait()
         leases[0].data.fill_(mib % 251)
         store.publish(leases)
-    store.commit(0, b"", 0).wait()
+    store.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
     return store
 
 

@@ -193,7 +193,7 @@ def _opened(daemon: StoreDaemon, values: torch.Tensor) -> Iterator[_Remote]:
             (initial,) = store.acquire_write([weights], 0).wait()
             initial.data.copy_(values)
             store.publish([initial])
-            store.commit(0, b"", 0).wait()
+            store.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
             (read,) = store.acquire_read([weights], 0).wait()
             (write,) = store.acquire_write([SlabName(group="unit", kind=pb.KIND_GRAD)], 1).wait()
             streams = Streams(channel, store.session_id, lambda: None)

@@ -26,7 +26,7 @@ MODULES = (
     "trainer_client.step.hooks",
     "trainer_client.model.units",
     "trainer_client.ranks.collectives",
-    "trainer_client.assembly",
+    "trainer_client.run.commits",
 )
 # Methods that wait, make something wait, or note what has to be waited for.
 WAITS = {
@@ -45,7 +45,6 @@ WAITS = {
     "note_drained",
     "rejoin",
     "reopen",
-    "wait_before_votes",
     "wait_event",
     "wait_for",
     "wait_until_drained",
@@ -53,6 +52,8 @@ WAITS = {
 # Waits for copies, by the expression that is waited for. `wait` of other things is no matter of copies, because
 # `pending.wait()` and the `self.wait()` of LeasedMemory wait for the store's answer.
 COPIES = {"self._copy", "copy", "self._sent"}
+# Arguments that are functions which wait for copies.
+WAITING_ARGUMENTS = {"wait_for_copies"}
 RECORDS = {"mark", "record_event"}
 
 
@@ -157,6 +158,9 @@ def _changes(function: ast.FunctionDef) -> Iterator[tuple[str, str, Callable[[],
                 for position, argument in enumerate(node.args):
                     if not isinstance(argument, ast.Starred):
                         yield "reference", f"{ast.unparse(argument)} of {ast.unparse(node)}", _drop(node, position)
+        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+            if keyword.arg in WAITING_ARGUMENTS:
+                yield "wait", ast.unparse(keyword), _ignore(keyword)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "CopyOut" and "values" in ast.unparse(node):
             yield "reference", ast.unparse(node.args[2]), _empty(node, 2)
 
@@ -185,6 +189,13 @@ def _replace(block: list[Any], index: int, statements: list[Any]) -> Callable[[]
 def _unrecord(node: ast.Call) -> Callable[[], None]:
     def change() -> None:
         node.func, node.args = ast.Name(id="_unrecorded", ctx=ast.Load()), []
+
+    return change
+
+
+def _ignore(keyword: ast.keyword) -> Callable[[], None]:
+    def change() -> None:
+        keyword.value = ast.parse("lambda: None", mode="eval").body
 
     return change
 

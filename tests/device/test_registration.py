@@ -141,11 +141,10 @@ def test_a_rank_votes_behind_its_last_copy(driver: Driver, tmp_path: Path) -> No
             was_done.append(done.query())
             done.synchronize()
 
-        store.wait_before_votes(wait_for_copies)
         store.release([read]).wait()
         for group in rank.groups:
             rank.apply(1, rank.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=1), group=group)
-        store.commit(1, b"0:1", 0).wait()
+        store.commit(1, b"0:1", 0, wait_for_copies=wait_for_copies).wait()
         assert was_done == [False] and done.query()
         rank.session_id = own
         del read

@@ -157,9 +157,8 @@ def test_a_rank_votes_after_its_last_copy_and_a_look_at_the_word(
             cutter.cut()
             wait_until(lambda: "session of late ended" in daemon.log)
 
-        store.wait_before_votes(wait_for_copies)
         # The connection is still refused, so only the word says that the session has ended.
         with pytest.raises(SessionEndedError, match="leases are void"):
-            store.commit(1, b"", 0)
+            store.commit(1, b"", 0, wait_for_copies=wait_for_copies)
         again = clients.rank(layout, run_id="third")
         assert again.resume() == 0, "there was no vote"

@@ -146,7 +146,9 @@ class Commits:
         later = [values for state in self._states if (values := state.flush(self.next)) is not None]
         self._votes_later = bool(later)
         copying = self._lanes.beside().copying if later else None
-        self._pending = self._store.commit(self.next, client_state, settled, later, copying)
+        self._pending = self._store.commit(
+            self.next, client_state, settled, later, copying, wait_for_copies=self._lanes.finish
+        )
         self.newest, self._handed_over = self.next, None
         self._settlement.begin(self.newest)
         self._of_last_step = client_state

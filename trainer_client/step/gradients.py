@@ -26,8 +26,8 @@ from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
-from trainer_client.step.gradient_window import GradientWindow
 from trainer_client.step.norms import Norms
+from trainer_client.transport.parking import Parking
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore
 
@@ -86,7 +86,7 @@ class GradientGroup:
         group: FlatGroup,
         memory: GradientMemory,
         early_updates: EarlyUpdates,
-        window: GradientWindow,
+        parking: Parking,
         collectives: Collectives,
         lanes: Lanes,
         norms: Norms,
@@ -95,7 +95,7 @@ class GradientGroup:
     ) -> None:
         self.flat_group = group
         self.memory = memory
-        self._window = window
+        self._parking = parking
         self.missing = set(range(len(group.parameters)))
         self.present: set[int] = set()
         self.next_use = 0
@@ -142,6 +142,11 @@ class GradientGroup:
         return all(slot in self.present or not p.tensor.requires_grad for slot, p in enumerate(parameters))
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no request for its memory is under way."""
+        return self.memory.is_settled
+
+    @property
     def is_frozen(self) -> bool:
         """Whether all parameters are frozen for a while, so that no gradient will come."""
         return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
@@ -154,12 +159,12 @@ class GradientGroup:
 
     def _use(self) -> torch.Tensor:
         """Return the partition in memory that this rank can read and write, after it was brought back if necessary."""
-        self._window.use(self)
+        self._parking.use(self)
         return self.memory.partition
 
     def start(self, step: int, *, sends: bool = True) -> None:
         """Ask for the gradient's memory; see GradientMemory.start."""
-        self._window.use(self)
+        self._parking.use(self)
         self.memory.start(step, sends=sends)
 
     def park(self) -> None:
@@ -167,12 +172,12 @@ class GradientGroup:
 
         The norms of a complete gradient are computed before.
         """
-        self._window.remove(self)
+        self._parking.remove(self)
         if not self.memory.can_park:
             return
         if self.is_handed_over:
             self.norms()
-            self._window.remove(self)
+            self._parking.remove(self)
         name = self.flat_group.name
         parked = self.memory.park(sent=self._early_updates.gradient_of(name))
         if parked is not None:
@@ -224,7 +229,7 @@ class GradientGroup:
                 act()
                 self.park()
 
-        self._window.use(self)
+        self._parking.use(self)
         if self._collectives.world_size == 1:
             self._sent = self.memory.send(self._measured(), act_unless_withdrawn)
         else:
@@ -380,7 +385,7 @@ class GradientGroup:
     def finish(self) -> None:
         """Remove all state of the step, and free the gradient's memory."""
         self.memory.free()
-        self._window.remove(self)
+        self._parking.remove(self)
         self._early_updates.remove(self.flat_group.name)
         self._norms = self._sent = self._handed_over = None
         self.present.clear()
@@ -415,15 +420,13 @@ class Gradients:
         self._early_updates = early_updates
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
-        store.parking.park_rest = self._park_rest
         # An accelerator computes all norms exactly.
-        window = self._window = GradientWindow()
         norms = self._norms = Norms(exact=exact_norms or not on_host)
         in_store = LeasedMemory if on_host else StagedMemory
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
-            return GradientGroup(group, memory, early_updates, window, collectives, lanes, norms, mean=mean)
+            return GradientGroup(group, memory, early_updates, store.parking, collectives, lanes, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
@@ -439,12 +442,6 @@ class Gradients:
     def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
         """Return the gradients of the unit's trainable groups."""
         return self._of_unit[unit.index]
-
-    def _park_rest(self) -> None:
-        """Park all gradients but those that were used last and those for which a request is under way."""
-        for group in self._groups:
-            if group.memory.is_settled and not self._window.has(group):
-                group.park()
 
     def begin_backward(self, *, reduces: bool, is_last: bool) -> None:
         """Expect the gradients of a backward pass.

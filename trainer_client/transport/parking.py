@@ -1,34 +1,65 @@
-"""Which gradients a rank parks: those for which the store asks, or all of them once a lease has waited for room.
+"""Which gradients a rank parks: those that the store asks for, or all of them once a lease has waited for room.
 
 Where the host budget holds all gradients of a step, the store asks for none to be parked. But gradients and other
 leases are ranges of many sizes that cannot be moved, so free bytes may be in holes that are too small, and other
-clients may hold leases for long. The store spills what is parked. This module must never park a gradient itself,
-because only step/gradients.py knows which ones are in use.
+clients may hold leases for long. The store spills what is parked. It has room for `GRADIENTS_AT_ONCE` gradients of each
+rank beside those, so the few that were used last are not parked. This module owns the order of their uses. It must
+never look at values.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
+from paramserver.contract.limits import GRADIENTS_AT_ONCE
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.transport.planes import LeasedBytes
 
 log = logging.getLogger(__name__)
 
 
-class Parking:
-    """The requests to park that one rank knows of.
+class Parkable(Protocol):
+    """A gradient that the store may keep elsewhere."""
 
-    Attributes:
-        park_rest: parks all gradients but those that were used last. It is called on a thread that waits for a lease.
-    """
+    @property
+    def is_settled(self) -> bool:
+        """Whether no request for its memory is under way."""
+
+    def park(self) -> None:
+        """Have the store keep the gradient elsewhere, if it asks for that, until it is used again."""
+
+
+class Parking:
+    """The gradients of one rank, and the requests to park that it knows of."""
 
     def __init__(self) -> None:
-        self.park_rest: Callable[[], None] = lambda: None
+        # All gradients that were ever used.
+        self._gradients: dict[Parkable, None] = {}
+        # Those that were used since they were parked last, the least recently used one first.
+        self._used: dict[Parkable, None] = {}
         # The groups whose gradient, when it was leased last, came with the request to park it.
         self._asked: set[str] = set()
         self._is_for_all = False
+
+    def use(self, gradient: Parkable) -> None:
+        """Take note that a gradient is used now, and park the one that was not used for longest if they are too many.
+
+        Call this before the gradient's memory is asked for, because the store may have no room before another gradient
+        is parked.
+        """
+        self._gradients[gradient] = None
+        self._used.pop(gradient, None)
+        while len(self._used) >= GRADIENTS_AT_ONCE:
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            oldest.park()
+        self._used[gradient] = None
+
+    def remove(self, gradient: Parkable) -> None:
+        """Take note that a gradient was parked, or is not needed any more. Idempotent."""
+        self._used.pop(gradient, None)
 
     @property
     def is_wanted(self) -> bool:
@@ -48,11 +79,17 @@ class Parking:
             (self._asked.add if lease.park else self._asked.discard)(group)
 
     def begin_for_all(self) -> None:
-        """Have gradients parked now and from now on, because a lease of this rank waits for room."""
+        """Have gradients parked now and from now on, because a lease of this rank waits for room.
+
+        All are parked but those that were used last and those for which a request is under way. This is called on a
+        thread that waits for a lease.
+        """
         if not self._is_for_all:
             log.warning(
                 "the store has had no room for a lease of this rank for some time: gradients that do not fit go "
                 "through NVMe from now on; raise host_budget if steps take longer"
             )
         self._is_for_all = True
-        self.park_rest()
+        for gradient in list(self._gradients):
+            if gradient.is_settled and gradient not in self._used:
+                gradient.park()

@@ -94,8 +94,7 @@ class LeasedBytes:
         """Whether a device can copy the bytes while the host goes on.
 
         If so, the lease must not be released, handed over or published before the device has done the copy; and what
-        was copied out of it is used for a vote only if `Plane.check` succeeds after that, see
-        `RankStore.wait_before_votes`.
+        was copied out of it is used for a vote only if `Plane.check` succeeds after that, see `RankStore.commit`.
         """
         return self.place is not None and self.place.pins.is_pinned(self.place.offset, self.data.numel())
 

@@ -119,7 +119,6 @@ class RankStore:
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
-        self._wait_for_copies: Callable[[], None] = lambda: None
         # The memory of this rank's device that the store may use for copies, and the attachment that knows of it.
         self._device_memory: DeviceMemory | None = None
         self._offered_to: Attachment | None = None
@@ -340,14 +339,6 @@ class RankStore:
 
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
-
-    def wait_before_votes(self, wait_for_copies: Callable[[], None]) -> None:
-        """Have `commit` call `wait_for_copies` before it votes.
-
-        The function returns when the device has done all copies from and to leases of the step. Only then `commit`
-        checks that the leases were valid. Without such a function, all copies are done when the caller goes on.
-        """
-        self._wait_for_copies = wait_for_copies
 
     def read_as_of(self, step: int) -> None:
         """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
@@ -746,11 +737,13 @@ class RankStore:
         settled_step: int,
         later: Iterable[LaterValues] = (),
         copying: Copying | None = None,
+        *,
+        wait_for_copies: Callable[[], None],
     ) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
-        The vote comes after the last copy of the step, and after a check that no lease was void until then: see
-        `wait_before_votes`. From now on reads see the bytes as this step leaves them.
+        The vote comes after the last copy of the step, and after a check that no lease was void until then. From now on
+        reads see the bytes as this step leaves them.
 
         Args:
             step: the step to commit.
@@ -759,12 +752,13 @@ class RankStore:
             later: values of the step that are handed over before the vote by a thread, while the caller goes on. No
                 read may need them before the step is committed.
             copying: how that thread copies from the device.
+            wait_for_copies: returns when the device has done all copies from and to leases of the step.
 
         Raises:
             SessionEndedError: the leases of the step became void before its copies were done.
             StoreError: the store cannot be reached, or an earlier call failed that the caller did not wait for.
         """
-        self._wait_for_copies()
+        wait_for_copies()
         self.check_leases()
         self._attachments.retry_over_restarts(Attachment.check)
         self._as_of_step = step
