@@ -49,9 +49,9 @@ async def begin(engine: Engine) -> Job:
     job = await engine.open_job(JOB, may_exist=True, must_exist=False)
     await engine.register(job, [GROUP])
     if job.newest is None:
-        pin = await engine.stage(job, "all", Kind.PARAM)
+        pin = await engine.pins.stage(job, "all", Kind.PARAM)
         engine.host.tensor(pin.arena_range, DType.FLOAT32, NUMEL).fill_(1.0)
-        await engine.publish(pin)
+        await engine.pins.publish(pin)
         await engine.commit(job, 0, {0: b"whatever the client wants to find again"}, settled=0)
     return job
 
@@ -59,9 +59,9 @@ async def begin(engine: Engine) -> Job:
 async def step(engine: Engine, job: Job) -> None:
     """Update the weight and commit it as the next step."""
     number = job.next_step
-    gradient = await engine.allocate_gradient(job, "all")
+    gradient = await engine.pending_steps.allocate_gradient(job, "all")
     engine.gradients.tensor(gradient).fill_(0.25)
-    engine.update(job, number, "all", gradient, descend)
+    engine.pending_steps.update(job, number, "all", gradient, descend)
     durable = await engine.commit(job, number, {0: b""}, settled=number)
     print(f"step {number} is {'durable' if durable else 'committed'}")
 
@@ -79,9 +79,9 @@ async def main(directory: Path) -> None:
     try:
         job = await begin(engine)
         await step(engine, job)
-        held = await engine.open_reader(job)
+        held = await engine.step_readers.open(job)
         await step(engine, job)
-        newest = await engine.open_reader(job)
+        newest = await engine.step_readers.open(job)
         for reader in (held, newest):
             print(f"step {reader.step}: weight = {await first_elements(reader)} ...")
             reader.close()

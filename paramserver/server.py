@@ -196,7 +196,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
             config,
             partial(_read_usable, read_again),
             quotas,
-            lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget),
+            lambda changed: engine.admission.check_budgets(changed.host_budget, changed.nvme_budget),
             lambda changed: engine.lent.resize(changed.lend_budget, changed.lend_per_borrower),
         )
         await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
@@ -216,7 +216,7 @@ async def _serve(
 ) -> None:
     for path in (config.socket_path, config.arena_socket_path):
         clear_socket(path)
-    arena_socket = ArenaSocket(config.arena_socket_path, engine.arena.fd)
+    arena_socket = ArenaSocket(config.arena_socket_path, engine.host.arena.fd)
     cleanup.push_async_callback(arena_socket.close)
     watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
     chunk_budget = ChunkBudget(
@@ -465,7 +465,7 @@ def _watch_for_page(
     """Keep the history that the page shows, until `cleanup`, and return the figures of the page."""
 
     def newest_step(name: str) -> tuple[int, float] | None:
-        job = engine.jobs.get(name)
+        job = engine.jobs.by_name.get(name)
         return None if job is None or job.newest is None else (job.newest, job.retained[job.newest].committed_at)
 
     steps = StepLog(newest_step)
@@ -560,9 +560,9 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
         grace_millis=int(config.session_grace_seconds * 1000),
         arena=pb.Arena(
             socket_path=str(config.arena_socket_path),
-            nonce=engine.arena.nonce,
-            size_bytes=engine.arena.size_bytes,
-            file_path=str(engine.arena.path or ""),
+            nonce=engine.host.arena.nonce,
+            size_bytes=engine.host.arena.size_bytes,
+            file_path=str(engine.host.arena.path or ""),
             settled_offset=SETTLED_BYTE,
             piece_bytes=PIECE_BYTES,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import BackingTier, DurableTier, Region
+from storage.tiers.gpu import GpuTier
 from storage.tiers.host import HostTier
 from storage.tiers.lent import LentMemory
 from storage.versions import Job
@@ -103,13 +104,15 @@ class Accountant:
         host_cache: HostCache,
         scratch: ScratchRanges,
         gradients: Gradients,
-        readers: Callable[[], Iterable[StepReader]],
+        readers: Collection[StepReader],
         lent: LentMemory,
+        gpu: GpuTier,
         *,
         fixed_bytes: int,
     ) -> None:
-        """Keep the parts of the engine; `readers` returns the open readers, for `fixed_bytes` see `Holder.FIXED`."""
+        """Keep the parts of the engine; `readers` are the open ones, for `fixed_bytes` see `Holder.FIXED`."""
         self._lent = lent
+        self._gpu = gpu
         self._jobs = jobs
         self._host = host
         self._backing = backing
@@ -122,13 +125,38 @@ class Accountant:
         self._taking = asyncio.Lock()
 
     async def take(
+        self,
+        *,
+        leased: Ranges = lambda: (),
+        quarantined: Ranges = lambda: (),
+        spilled: Callable[[], Iterable[Region]] = lambda: (),
+    ) -> list[TierAccount]:
+        """Return for each tier, fastest first, which holder uses how many of its bytes.
+
+        This visits all slabs, in slices. A range that has several holders counts for the first of: sessions,
+        quarantine, operations under way, jobs. A region counts for the first of: jobs, kept steps, readers, sessions,
+        operations under way.
+
+        Args:
+            leased: returns the ranges of the arena that sessions have leased.
+            quarantined: returns the ranges to which processes of ended sessions may still write.
+            spilled: returns the regions of the spilled gradients that sessions have leased.
+        """
+        accounts = await self._take(leased, quarantined, spilled)
+        if (remote := self._backing.remote) is not None:
+            held = {Holder.JOBS: remote.used_bytes}
+            accounts.insert(1, TierAccount(tier=remote.name, used_bytes=remote.used_bytes, held_bytes=held))
+        if self._gpu.is_in_use:
+            # The device memory that sessions have offered holds leases, and copies of slabs.
+            used, in_leases = self._gpu.used_bytes, self._gpu.leased_bytes
+            held = {Holder.JOBS: used - in_leases, Holder.LEASES: in_leases}
+            accounts.insert(0, TierAccount(tier=self._gpu.name, used_bytes=used, held_bytes=held))
+        return accounts
+
+    async def _take(
         self, leased: Ranges, quarantined: Ranges, spilled: Callable[[], Iterable[Region]]
     ) -> list[TierAccount]:
-        """Return the account of each tier, the host tier first; see `Engine.accounts`.
-
-        A range that has several holders counts for the first of: sessions, quarantine, operations under way, jobs. A
-        region counts for the first of: jobs, kept steps, readers, sessions, operations under way.
-        """
+        """Return the accounts of the host tier and of the backing tiers."""
         async with self._taking:
             tiers = (self._host, *self._backing)
             moved = [tier.counters.moved_bytes for tier in tiers]
@@ -136,7 +164,7 @@ class Accountant:
             # reader to a kept step. So these holders are read before the walk, and again after it.
             ranges = self._ranges(leased, quarantined)
             new, lent = self._new_regions(), list(spilled())
-            read = [reader.regions for reader in self._readers()]
+            read = [reader.regions for reader in self._readers]
             copies, regions = await self._visit(read)
             regions.add(Holder.LEASES, [*spilled(), *(region for region in lent if region.holders)])
             regions.add(Holder.UNDER_WAY, [*self._new_regions(), *new])
@@ -180,7 +208,7 @@ class Accountant:
         async for group in in_slices(_groups(list(self._jobs.all_kept()))):
             for slab in group.slabs:
                 regions.add(Holder.KEPT, slab.versions.values())
-        for held in [*read, *(reader.regions for reader in self._readers())]:
+        for held in [*read, *(reader.regions for reader in self._readers)]:
             async for region in in_slices(list(held.values())):
                 if region is not None and region.holders:
                     regions.add(Holder.READERS, (region,))

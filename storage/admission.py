@@ -137,8 +137,13 @@ class Admission:
         budget = self._host.budget_bytes if host_budget_bytes is None else host_budget_bytes
         return self._all_need().fits_without_spilling(budget, self._fixed_bytes)
 
-    def must_park(self, job: Job, limits: Iterable[Limit]) -> bool:
-        """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all."""
+    def must_park(self, job: Job, limits: Iterable[Limit] = ()) -> bool:
+        """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all.
+
+        Args:
+            job: the job.
+            limits: the most bytes that the jobs of some names may use.
+        """
         fits = self._last_need().fits_without_spilling(self._host.budget_bytes, self._fixed_bytes)
         return not fits or any(
             limit.host_bytes is not None and self._need_under(limit, job).total_without_spilling > limit.host_bytes
@@ -161,7 +166,7 @@ class Admission:
         self._known_need = None
 
     def admit_activation(
-        self, job: Job, nbytes: int, limits: Iterable[Limit], *, parks: bool, is_held: bool = False
+        self, job: Job, nbytes: int, limits: Iterable[Limit] = (), *, parks: bool, is_held: bool = False
     ) -> int | None:
         """Return how many bytes of activations each rank of a job may have without parking them, if one more has room.
 

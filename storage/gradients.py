@@ -215,6 +215,12 @@ class Gradients:
                 self._begin_spill(memory)
         self.relieve()
 
+    def free_after(self, update: asyncio.Task[None], gradient: Gradient) -> None:
+        """Free a gradient as soon as its update is done."""
+        # A callback frees the gradient, and not the end of the update, because an update that is cancelled before it
+        # begins does not run to its end.
+        update.add_done_callback(lambda _: self.free(gradient))
+
     def free_when_used_up(self, gradient: Gradient) -> None:
         """Free a gradient as soon as its update is done and it is parked, because its client has no other use for it.
 
@@ -237,8 +243,12 @@ class Gradients:
         Raises:
             NotFoundError: it was freed meanwhile.
             DamagedBlockError: the spilled bytes are damaged.
+            DeviceStuckError: a device does not answer; the gradient is back as soon as it does.
             StorageError: there was no room for it before the deadline, or it cannot be read.
         """
+        await self._backing.watch.unless_stuck(self._recall(memory))
+
+    async def _recall(self, memory: Parkable) -> None:
         try:
             while self._begin_recall(memory) is not ParkState.IN_USE:
                 if (spill := self._spills.get(memory)) is not None:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from storage.admission import Admission, Limit
 from storage.catalog.records import StoredJob, StoredVersion
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
-from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.job_table import JobTable
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
@@ -39,19 +38,14 @@ class JobRegistry:
         host: HostTier,
         backing: BackingTiers,
         host_cache: HostCache,
-        gradients: Gradients,
-        tile_bytes: int,
-        units_of_a_rank_alone: int,
-        gradients_of_a_rank: int,
+        admission: Admission,
     ) -> None:
-        """Make a registry of the jobs in `jobs`. Admission explains `gradients` and the arguments after it."""
+        """Make a registry of the jobs in `jobs`."""
         self._jobs = jobs
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
-        self.admission = Admission(
-            jobs, host, backing, gradients, tile_bytes, units_of_a_rank_alone, gradients_of_a_rank
-        )
+        self.admission = admission
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:

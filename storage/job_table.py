@@ -31,14 +31,31 @@ class JobTable:
             raise NotFoundError(f"there is no job {name!r}")
         return self.by_name[name]
 
+    def settled_layout(self, name: str) -> Job:
+        """Return a job in the newest layout that has a settled step; if there is none, in its newest committed layout.
+
+        Raises:
+            NotFoundError: the store has no job of this name.
+        """
+        job = self.job(name)
+        layouts = [layout for layout in (*job.older, job) if layout.settled_step is not None]
+        return layouts[-1] if layouts else job
+
     def layouts(self, name: str) -> list[Job]:
-        """Return the job in each of its layouts, oldest first, the one that is being filled last."""
+        """Return a job in each of its layouts, oldest first.
+
+        These are the older layouts that are not freed yet, the newest committed layout, and the layout that is being
+        filled to replace it, if there is one.
+
+        Raises:
+            NotFoundError: the store has no job of this name.
+        """
         job = self.job(name)
         filling = job.unfinished_successor
         return [*job.older, job, *([] if filling is None else [filling])]
 
     def kept_steps(self, name: str) -> dict[str, Job]:
-        """Return the kept steps of a job by their names."""
+        """Return the kept steps of a job by their names, each as a job without ranks that has one commit."""
         return self.kept.get(name, {})
 
     def add_kept(self, kept: Job) -> None:

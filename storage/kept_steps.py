@@ -13,10 +13,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from storage.admission import Limit
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import StoredVersion
 from storage.commit import Committer, InCatalogThread
@@ -27,6 +28,7 @@ from storage.reader import StepReader
 from storage.renewal import Renewal
 from storage.shard import SlabKey
 from storage.slices import in_slices
+from storage.step_readers import StepReaders
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import Region
 from storage.versions import Job
@@ -50,12 +52,13 @@ class KeptSize:
 
 
 class KeptSteps:
-    """Keeps steps and forgets them. The engine's methods of the same names say what each method raises."""
+    """Keeps steps and forgets them."""
 
     def __init__(
         self,
         jobs: JobTable,
         registry: JobRegistry,
+        readers: StepReaders,
         backing: BackingTiers,
         committer: Committer,
         renewal: Renewal,
@@ -64,6 +67,7 @@ class KeptSteps:
     ) -> None:
         self._jobs = jobs
         self._registry = registry
+        self._readers = readers
         self._backing = backing
         self._committer = committer
         self._renewal = renewal
@@ -111,14 +115,51 @@ class KeptSteps:
             )
         return known
 
-    async def keep(self, reader: StepReader, name: str, note: str) -> Job:
-        """Make the step that a reader holds a kept step, and return it. The reader is closed in any case.
+    async def keep(self, job: Job, step: int | None, name: str, *, note: str = "", limits: Sequence[Limit] = ()) -> Job:
+        """Keep a committed step under a name until `forget`, whatever is trained, rolled back or laid out meanwhile.
 
-        A cancellation does not stop the change once it has begun, because its transaction must come to a known end.
+        The step is durable when this returns, also if no commit of the job is. Bytes that are only in host memory are
+        written to NVMe first; bytes on NVMe are not copied. A repeated call has no effect.
+
+        Args:
+            step: the step; None: the newest settled one.
+            note: what the caller says about the step, for operators.
+            limits: the most bytes that the jobs of some names may use.
+
+        Returns:
+            The kept step, as a job without ranks whose only commit is the step.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            AlreadyExistsError: another step of the job has the name.
+            DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
+            BudgetExceededError: nvme_budget or a limit has no room to keep the step beside the steps to come.
+            ConflictError: the job was deleted meanwhile, or has no settled step.
+            DeviceStuckError: a device does not answer; the step is kept as soon as it does.
         """
+        return await self._backing.watch.unless_stuck(self._hold_and_keep(job, step, name, note, limits))
+
+    async def _hold_and_keep(self, job: Job, step: int | None, name: str, note: str, limits: Sequence[Limit]) -> Job:
+        wanted = self._readers.default_step(job) if step is None else step
+        if (known := self.known(job, wanted, name)) is not None:
+            return known
+        try:
+            reader = await self._readers.hold(job, wanted)
+            try:
+                self._registry.admission.check_kept(reader, limits)
+            except BaseException:
+                reader.close()
+                raise
+        except BudgetExceededError as error:
+            raise BudgetExceededError(
+                f"step {wanted} of job {job.spec.name!r} cannot be kept: {error}; or forget kept steps "
+                "(`paramserver-admin forget`)"
+            ) from error
+        # A cancellation does not stop the change once it has begun, because its transaction must come to a known end.
         return await self._finished(self._keep(reader, name, note))
 
     async def _keep(self, reader: StepReader, name: str, note: str) -> Job:
+        """Make the step that a reader holds a kept step, and return it. The reader is closed in any case."""
         try:
             await self._make_durable(reader)
             kept = await self._new_job(reader, name, note)
@@ -195,8 +236,15 @@ class KeptSteps:
             reader.close()
 
     async def forget(self, job: str, name: str) -> None:
-        """Forget a kept step, and free the bytes that only this step held. A cancellation does not stop the change."""
-        await self._finished(self._forget(job, name))
+        """Forget a kept step of a job, and free the bytes that neither the job nor another kept step needs.
+
+        A cancellation does not stop the change.
+
+        Raises:
+            NotFoundError: the job keeps no step under that name.
+            DeviceStuckError: a device does not answer; the step is forgotten as soon as it does.
+        """
+        await self._backing.watch.unless_stuck(self._finished(self._forget(job, name)))
 
     async def _forget(self, job: str, name: str) -> None:
         async with self._changing:
@@ -222,7 +270,7 @@ class KeptSteps:
             await self._registry.free_slabs(list(step.slabs()))
 
     async def sizes(self, job: str) -> dict[str, KeptSize]:
-        """Return the size of each kept step of a job, by its name."""
+        """Return the size of each kept step of a job, by its name. This visits all slabs of the job."""
         steps = self._jobs.kept_steps(job)
         layouts = self._jobs.layouts(job) if job in self._jobs.by_name else []
         holders: Counter[Region] = Counter()

@@ -14,12 +14,14 @@ from typing import Any
 
 from storage.catalog.records import CommitRecord
 from storage.commit import Committer
-from storage.errors import ConflictError, StepAbortedError
+from storage.errors import ConflictError, StepAbortedError, StorageError
+from storage.gradients import Gradients
 from storage.host_cache import HostCache
 from storage.parkable import Gradient
+from storage.scratch import ScratchRanges
 from storage.shadows import Shadows
-from storage.shard import Kind
-from storage.slab import Group, HostCopy, Slab
+from storage.shard import Kind, SlabKey
+from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
@@ -31,13 +33,15 @@ from storage.waiting import first_of, unlogged
 
 
 class PendingSteps:
-    """Prepares and finishes steps. The engine's methods of the same names say what each method raises."""
+    """Prepares steps, and finishes or abandons them."""
 
     def __init__(
         self,
         host: HostTier,
         backing: BackingTiers,
         host_cache: HostCache,
+        scratch: ScratchRanges,
+        gradients: Gradients,
         tracer: Tracer,
         transformer: Transformer,
         shadows: Shadows,
@@ -46,13 +50,38 @@ class PendingSteps:
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
+        self._scratch = scratch
+        self._gradients = gradients
         self._tracer = tracer
         self._transformer = transformer
         self._shadows = shadows
         self._committer = committer
 
+    async def allocate_gradient(self, job: Job, group: str) -> Gradient:
+        """Return room in the arena for the gradient of a group, until `update` consumes it or the caller frees it.
+
+        Raises:
+            ConflictError: the group is frozen.
+            BudgetExceededError: other bytes in use left no room for the gradient before the deadline.
+            StorageError: gradients had to be spilled to make room, and this failed.
+        """
+        spec = job.group(group).spec
+        if Kind.GRAD not in spec.slab_of_kind:
+            raise ConflictError(
+                f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
+            )
+        # While a step is being committed, the gradient is for the one after it.
+        step = job.next_step + (job.pending is not None and job.pending.sealed.is_set())
+        key = SlabKey(job.spec.identity, group, Kind.GRAD)
+        return await self._gradients.allocate(job.spec.name, key, job.group(group), step)
+
     def check_update(self, job: Job, step: int, group: str) -> None:
-        """Raise ConflictError unless `update` would accept this group in this step now."""
+        """Check that `update` would accept this group in this step now.
+
+        Raises:
+            ConflictError: it would not.
+            StepAbortedError: the job is being rolled back.
+        """
         pending = self._pending_after_the_first(job, step)
         if any(slab in pending.writes for slab in job.group(group).slabs):
             raise ConflictError(f"group {group!r} was updated in step {step} already, or a part of it was put")
@@ -60,18 +89,60 @@ class PendingSteps:
             raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
 
     def update(
-        self, job: Job, step: int, group: str, gradient: Gradient, kernel: Kernel, position: float, *, aside: bool
+        self,
+        job: Job,
+        step: int,
+        group: str,
+        gradient: Gradient,
+        kernel: Kernel,
+        *,
+        position: float = NEVER,
+        keeps_gradient: bool = False,
+        aside: bool = False,
     ) -> asyncio.Task[None]:
-        """Start the update of a group, and return its task. The task uses the gradient until it is done."""
+        """Start the update of a group to version `step`, and return its task. `commit` reports a failed update.
+
+        The gradient is freed when the update is done, and may be parked or spilled meanwhile. If a slab of the group is
+        in host memory only, the update waits until `commit` is called, or goes `aside`: before that the step can still
+        be abandoned, and the update would overwrite the only bytes of the last committed step.
+
+        Args:
+            job: the job.
+            step: the pending step.
+            group: the name of the group.
+            gradient: its gradient for this step, with the values; the client writes to it no more.
+            kernel: called in an optimizer thread for each part of the group, whose `Tile` it updates in place.
+            position: the trace position of the group. Among the updates that wait, the one with the lowest position
+                runs next.
+            keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
+            aside: an update of bytes in host memory need not wait for the commit where there is room for its result,
+                see shadows.py. It takes one and a half times the processor time then.
+
+        Raises:
+            ConflictError, StepAbortedError: see `check_update`.
+        """
         self.check_update(job, step, group)
         slabs = job.group(group).slabs
         gradient.waits_for_seal = not all(slab.backed for slab in slabs)
         updating = self._update(job, job.group(group), step, gradient, kernel, position, aside=aside)
         update = self._begin(job, step, slabs, updating)
         gradient.update = update
+        if not keeps_gradient:
+            self._gradients.free_after(update, gradient)
         return update
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
+        """Undo the update of a group in the pending step, if there is one.
+
+        Afterwards the group is as the last committed step left it, and may be updated again.
+
+        Raises:
+            ConflictError: `step` is not the pending step, or is being committed.
+            DeviceStuckError: a device does not answer; the update is undone as soon as it does.
+        """
+        await self._backing.watch.unless_stuck(self._withdraw(job, step, group))
+
+    async def _withdraw(self, job: Job, step: int, group: str) -> None:
         """Stop the update of a group, or undo it, so that its slabs are as the last committed step left them."""
         pending = self._pending_after_the_first(job, step)
         slabs = [slab for slab in job.group(group).slabs if slab in pending.writes]
@@ -94,7 +165,7 @@ class PendingSteps:
                 pending.writes.pop(slab, None)
             self._committer.withdraw(job, slabs)
 
-    def check_put(self, job: Job, step: int, slab: Slab) -> None:
+    def _check_put(self, job: Job, step: int, slab: Slab) -> None:
         """Raise ConflictError unless `put` would accept this slab in this step now."""
         pending = self._pending_after_the_first(job, step)
         if slab in pending.writes:
@@ -131,13 +202,51 @@ class PendingSteps:
         pending.check_open()
         return pending
 
-    def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
-        """Start to make staged bytes the slab's version `step`, and return the task.
+    async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
+        """Return room in the arena for the bytes that `put` gives a slab at a step after the first.
 
-        When the task is done, the range `staged` is the slab's copy.
+        The range belongs to the caller until the caller passes it to `put` or frees it.
+
+        Raises:
+            ConflictError: `step` is not the next step, or the slab was written in it already.
+            StepAbortedError: the job is being rolled back.
+            BudgetExceededError: other bytes in use left no room for the slab before the deadline.
         """
-        self.check_put(job, step, slab)
-        return self._begin(job, step, [slab], self._put(job, step, slab, staged))
+        slab = job.slab(group, kind)
+        self._check_put(job, step, slab)
+        return await self._scratch.allocate(job.spec.name, slab.nbytes)
+
+    async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
+        """Make staged bytes the slab's version of the pending step.
+
+        The engine takes the range `staged` over: on success it becomes the slab's host copy, on failure it is freed.
+        The version of the last committed step is kept beside the new one. This returns when the bytes are on the slab's
+        backing tier. A slab without a backing tier takes the bytes only when `commit` is called. `commit` reports a
+        failed put, too.
+
+        Raises:
+            ConflictError: see `allocate_put`.
+            StepAbortedError: the step was abandoned.
+            BudgetExceededError: nvme_budget or the disk has no room for the bytes.
+            DeviceError: the bytes cannot be written.
+            DeviceStuckError: a device does not answer; the slab takes the bytes as soon as it does.
+        """
+        try:
+            slab = job.slab(group, kind)
+            self._check_put(job, step, slab)
+        except StorageError:
+            self._scratch.free(staged)
+            raise
+        write = self._begin(job, step, [slab], self._put(job, step, slab, staged))
+        write.add_done_callback(lambda done: self._end_put(staged, done))
+        if slab.backed:
+            await self._backing.watch.unless_stuck(_outcome(write))
+
+    def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
+        if write.cancelled() or write.exception() is not None:
+            self._scratch.free(staged)
+        else:
+            self._scratch.hand_over(staged)
 
     def _begin(
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
@@ -306,3 +415,13 @@ def _stop(writes: Iterable[asyncio.Task[None]]) -> None:
         # began.
         if not write.cancelling():
             write.cancel()
+
+
+async def _outcome(write: asyncio.Task[None]) -> None:
+    """Wait for a write of a step, and raise its failure. The write goes on if this call is cancelled."""
+    await asyncio.wait([write])
+    if write.cancelled():
+        raise StepAbortedError(
+            "the step was abandoned while its bytes were written; resume from the last committed one"
+        )
+    write.result()

@@ -113,7 +113,11 @@ class RangeReader:
         Raises:
             NotFoundError: the job has no such slab.
             DataLossError, DeviceError: the bytes are damaged, or cannot be read.
+            DeviceStuckError: a device does not answer.
         """
+        return await self._backing.watch.unless_stuck(self._digest(job, group, kind))
+
+    async def _digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
         slab = job.slab(group, kind)
         if slab.latest is None:
             return None, b""

@@ -108,7 +108,10 @@ class Upkeep:
         host_cache: HostCache,
         queue: PrefetchQueue,
         scrubber: Scrubber,
+        readers: Iterable[StepReader],
     ) -> None:
+        """Keep the parts of the engine. `readers` are the open readers of all jobs, now and later."""
+        self._readers = readers
         self._jobs = jobs
         self._backing = backing
         self._host_cache = host_cache
@@ -116,16 +119,14 @@ class Upkeep:
         self._scrubber = scrubber
         self._verifying = False
 
-    async def steps(self, name: str, readers: Iterable[StepReader]) -> Sequence[HeldStep]:
+    async def steps(self, name: str) -> Sequence[HeldStep]:
         """Return the steps of a job that the store holds, oldest first. This visits all slabs of the job.
-
-        Args:
-            name: the job's name.
-            readers: the open readers of all jobs.
 
         Raises:
             NotFoundError: the store has neither a job nor a kept step of this name.
         """
+        # A closed reader holds no regions, and is among the readers until no session refers to it any more.
+        readers = [reader for reader in self._readers if reader.regions]
         found = _Found()
         for layout in self._layouts(name):
             await found.add_layout(layout)

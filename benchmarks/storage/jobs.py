@@ -91,14 +91,14 @@ class Training:
         """Commit constants as the initial values."""
         for spec in self._specs:
             for kind in (Kind.PARAM, Kind.MASTER):
-                pin = await self.engine.stage(self.job, spec.name, kind)
+                pin = await self.engine.pins.stage(self.job, spec.name, kind)
                 self.engine.host.tensor(pin.arena_range, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
-                await self.engine.publish(pin)
+                await self.engine.pins.publish(pin)
         await self.commit()
 
     async def gradients(self) -> list[Gradient]:
         """Allocate and fill the gradients of all groups in the arena, and return them."""
-        gradients = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
+        gradients = [await self.engine.pending_steps.allocate_gradient(self.job, spec.name) for spec in self._specs]
         for gradient in gradients:
             self.engine.gradients.tensor(gradient).fill_(1e-3)
         return gradients
@@ -111,7 +111,7 @@ class Training:
         """
         step = self.job.next_step
         for spec, gradient in zip(self._specs, gradients, strict=True):
-            self.engine.update(self.job, step, spec.name, gradient, kernel_of(spec, step))
+            self.engine.pending_steps.update(self.job, step, spec.name, gradient, kernel_of(spec, step))
         await asyncio.gather(*self.job.open_pending(step).writes.values())
 
     async def commit(self) -> None:
@@ -160,7 +160,7 @@ async def training(
 @asynccontextmanager
 async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
     engine = await Engine.open(config)
-    engine.arena.finish_collapse()
+    engine.host.arena.finish_collapse()
     try:
         job = await engine.open_job(layout.job_spec(), may_exist=may_exist, must_exist=may_exist)
         specs = layout.group_specs()

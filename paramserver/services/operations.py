@@ -127,7 +127,7 @@ class Operations:
             raise InvalidRequestError("step is missing; name the retained step to which the job is to return")
         step = convert.step(request.step, "step")
         with self._sessions.closed(name):
-            job = self._engine.job(name)
+            job = self._engine.jobs.job(name)
             former = job.newest
             await self._engine.roll_back(job, step, is_ordered=True)
         self._events.add(EventKind.JOB, name, f"an operator rolled the job back from step {former} to step {step}")
@@ -154,7 +154,7 @@ class Operations:
     ) -> admin_pb.ReportReplicaResponse:
         check_job(principal, request.job)
         name, holder = convert.name(request.job, "job"), convert.name(request.holder, "holder")
-        job = self._engine.jobs.get(name)
+        job = self._engine.jobs.by_name.get(name)
         if job is None:
             raise self.unknown_job(name, principal)
         self._sessions.replicas.report(
@@ -227,7 +227,7 @@ class Operations:
         Raises:
             NotFoundError: there is neither. The text lists the jobs that there are, for the operator.
         """
-        if convert.name(name, "job") not in self._engine.jobs and not self._engine.kept_steps(name):
+        if convert.name(name, "job") not in self._engine.jobs.by_name and not self._engine.jobs.kept_steps(name):
             raise self.unknown_job(name, principal)
 
     def known_job(self, name: str) -> Job:
@@ -237,9 +237,9 @@ class Operations:
             NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
         """
         convert.name(name, "job")
-        if name not in self._engine.jobs:
+        if name not in self._engine.jobs.by_name:
             raise self.unknown_job(name)
-        return self._engine.job(name)
+        return self._engine.jobs.job(name)
 
     def unknown_job(self, name: str, principal: Principal | None = None) -> NotFoundError:
         """Return the error for a caller who names a job that is not there.

@@ -100,7 +100,7 @@ class ParameterStore:
                 pb.CommittedStep(step=step, client_state=job.retained[step].client_states.get(session.rank, b""))
                 for step in self._engine.steps_to_return_to(job)
             ],
-            layouts=describe_layouts(self._engine.layouts(job.spec.name)),
+            layouts=describe_layouts(self._engine.jobs.layouts(job.spec.name)),
         )
 
     def _check_jobs(self, owner: Principal, name: str) -> None:
@@ -113,7 +113,7 @@ class ParameterStore:
             BudgetExceededError: the token has as many jobs as its quota allows.
         """
         quota = self._quotas.of_token(owner)
-        known = (self._engine.jobs.keys() - self._sessions.empty_jobs) | self._opening.keys()
+        known = (self._engine.jobs.by_name.keys() - self._sessions.empty_jobs) | self._opening.keys()
         if quota.jobs is not None and name not in known:
             quota.check_jobs(owner.name, sum(map(owner.allows, known)))
 
@@ -145,7 +145,7 @@ class ParameterStore:
         # The session does not read slabs from host memory that are on its device.
         copies = self._grants.device_copies
         wants = [want for want in wants if not copies.has(session, job, want[0], want[1])]
-        self._engine.prefetch(session.session_id, job, wants)
+        self._engine.pins.prefetch(session.session_id, job, wants)
         fetched = self._engine.queue.fetched(job.spec.name)
         return pb.PrefetchResponse(fetched_bytes=fetched.nbytes, fetch_seconds=fetched.seconds)
 
@@ -309,7 +309,7 @@ class ParameterStore:
                 version, digest = await reader.digest(name.group, kind)
             else:
                 assert job is not None
-                version, digest = await self._engine.digest(job, name.group, kind)
+                version, digest = await self._engine.reader.digest(job, name.group, kind)
             response.slabs.append(pb.DigestSlabsResponse.SlabDigest(digest=digest, version=version))
         return response
 
@@ -322,9 +322,11 @@ class ParameterStore:
     async def ListStoredJobs(
         self, request: pb.ListStoredJobsRequest, session: ClientSession
     ) -> pb.ListStoredJobsResponse:
-        allowed = (job for name, job in self._engine.jobs.items() if session.owner.allows(name))
+        allowed = (job for name, job in self._engine.jobs.by_name.items() if session.owner.allows(name))
         jobs = sorted(allowed, key=lambda job: job.spec.name)
-        return pb.ListStoredJobsResponse(jobs=[describe_job(job, self._engine.layouts(job.spec.name)) for job in jobs])
+        return pb.ListStoredJobsResponse(
+            jobs=[describe_job(job, self._engine.jobs.layouts(job.spec.name)) for job in jobs]
+        )
 
     @needs(Right.SESSION)
     async def ListStoredTensors(

@@ -46,7 +46,7 @@ class Readers:
         Raises:
             NotFoundError: the step is not retained.
             BudgetExceededError: the job or the token has as many readers as its quota allows.
-            StorageError: see `layout` and Engine.open_reader.
+            StorageError: see `layout` and StepReaders.open.
         """
         unsettled = _wants_unsettled(session, request)
         job = self.layout(request, newest=unsettled or request.HasField("step"))
@@ -58,7 +58,7 @@ class Readers:
         self._quotas.of_token(owner).check_readers(owner.name, held)
         self._opening.update((name, owner))
         try:
-            reader = await self._engine.open_reader(job, step, unsettled=unsettled)
+            reader = await self._engine.step_readers.open(job, step, unsettled=unsettled)
         finally:
             self._opening.subtract((name, owner))
         return pb.OpenReaderResponse(
@@ -80,10 +80,10 @@ class Readers:
         if request.HasField("kept"):
             if request.HasField("layout") or (isinstance(request, pb.OpenReaderRequest) and request.HasField("step")):
                 raise InvalidRequestError("a kept step has one layout and one step: name neither beside it")
-            return self._engine.kept_step(request.job, request.kept)
+            return self._engine.kept_steps.find(request.job, request.kept)
         if not request.HasField("layout"):
-            return self._engine.job(request.job) if newest else self._engine.settled_layout(request.job)
-        for other in self._engine.layouts(request.job):
+            return self._engine.jobs.job(request.job) if newest else self._engine.jobs.settled_layout(request.job)
+        for other in self._engine.jobs.layouts(request.job):
             if other.spec.layout == request.layout and other.newest is not None:
                 return other
         raise NotFoundError(f"job {request.job!r} has no layout {request.layout!r} with committed steps")
@@ -94,7 +94,7 @@ class Readers:
         Raises:
             InvalidRequestError: the want also names a slab, or both one range and several, or does not ask to read.
             NotFoundError: the session has no such reader, or this store does not have all elements of the ranges.
-            StorageError: see Engine.load.
+            StorageError: see StepReaders.load.
         """
         if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
             raise InvalidRequestError("a range is leased for reading, and instead of a slab")
@@ -164,13 +164,13 @@ class Readers:
             NotFoundError: there is no such job, it was deleted, or the session has ended.
         """
         name, unsettled = request.job, _wants_unsettled(session, request)
-        job = self._engine.job(name)
+        job = self._engine.jobs.job(name)
         last: tuple[int, float] | None = None
         while True:
             # The event is taken before the newest step is read, so that this loop misses no commit while the client
             # takes the step from the stream.
             changed = job.changed
-            shown = job if unsettled else self._engine.settled_layout(name)
+            shown = job if unsettled else self._engine.jobs.settled_layout(name)
             step = shown.newest if unsettled else shown.settled_step
             if step is not None and last != (found := (step, shown.retained[step].committed_at)):
                 last = found
@@ -179,7 +179,7 @@ class Readers:
             self._sessions.get(session.session_id)
             while job.successor is not None and job.successor.newest is not None:
                 job = job.successor
-            current = self._engine.jobs.get(name)
+            current = self._engine.jobs.by_name.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
             # A job without any commit is replaced by a new object when its next run opens it.

@@ -105,7 +105,7 @@ class StoreAdmin(Operations):
 
     async def _delete_job(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
         convert.name(request.job, "job")
-        if request.job not in self._engine.jobs and not self._engine.kept_steps(request.job):
+        if request.job not in self._engine.jobs.by_name and not self._engine.jobs.kept_steps(request.job):
             raise self.unknown_job(request.job, principal)
         # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
         if attached := self._sessions.attached(request.job):
@@ -121,12 +121,14 @@ class StoreAdmin(Operations):
         name, note = convert.name(request.name, "name"), convert.name(request.note or "-", "note")
         step = convert.step(request.step, "step") if request.HasField("step") else None
         name_of_job = convert.name(request.job, "job")
-        if name_of_job not in self._engine.jobs:
+        if name_of_job not in self._engine.jobs.by_name:
             raise self.unknown_job(name_of_job, principal)
-        job = self._engine.settled_layout(name_of_job) if step is None else self._engine.job(name_of_job)
+        job = self._engine.jobs.settled_layout(name_of_job) if step is None else self._engine.jobs.job(name_of_job)
         limits = limits_of(self._quotas, principal, request.job)
         # This is finished even if the client goes, because the client may then ask which steps are kept.
-        kept = await finished(self._engine.keep(job, step, name, note=note if request.note else "", limits=limits))
+        kept = await finished(
+            self._engine.kept_steps.keep(job, step, name, note=note if request.note else "", limits=limits)
+        )
         return admin_pb.KeepStepResponse(kept=_describe_kept(kept, None), state_dir=str(self._view.state_dir))
 
     @needs(Right.TOKEN, takes_context=True)
@@ -136,7 +138,7 @@ class StoreAdmin(Operations):
         check_job(principal, request.job)
         job, name = convert.name(request.job, "job"), convert.name(request.name, "name")
         self.check_known(job, principal)
-        await self._audit.call("ForgetStep", request, principal, context, self._engine.forget(job, name))
+        await self._audit.call("ForgetStep", request, principal, context, self._engine.kept_steps.forget(job, name))
         return admin_pb.ForgetStepResponse()
 
     @needs(Right.TOKEN)
@@ -145,10 +147,10 @@ class StoreAdmin(Operations):
     ) -> admin_pb.ListKeptStepsResponse:
         check_job(principal, request.job)
         name = convert.name(request.job, "job")
-        sizes = await self._engine.kept_sizes(name)
+        sizes = await self._engine.kept_steps.sizes(name)
         # The sizes were read before. A step that was kept or forgotten since then has no size here.
         kept = sorted(
-            (kept for key, kept in self._engine.kept_steps(name).items() if key in sizes),
+            (kept for key, kept in self._engine.jobs.kept_steps(name).items() if key in sizes),
             key=lambda kept: (kept.first_step, kept.spec.kept),
         )
         return admin_pb.ListKeptStepsResponse(

@@ -57,11 +57,11 @@ class StoreView:
     @property
     def job_names(self) -> list[str]:
         """The names of all jobs, sorted, including jobs of which only kept steps are left."""
-        return sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})
+        return sorted({*self._engine.jobs.by_name, *self._engine.jobs.kept})
 
     async def accounts(self) -> Sequence[admin_pb.TierAccount]:
         """Return who holds the used bytes of each tier. This visits all shards."""
-        accounts = await self._engine.accounts(
+        accounts = await self._engine.accountant.take(
             leased=lambda: [range_ for lease in self._leases() for range_ in lease.held_ranges],
             spilled=lambda: [region for lease in self._leases() for region in lease.held_regions],
             quarantined=lambda: self._sessions.quarantine.ranges,
@@ -141,7 +141,7 @@ class StoreView:
             peer=session.peer,
             job=session.run.spec.name if session.run else "",
             rank=max(0, session.rank),
-            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            maps_arena=session.slot is not None and self._engine.host.arena.slots.is_held(session.slot),
             read_leases=len(session.leases) - writing + len(session.device_leases),
             write_leases=writing,
             leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
@@ -180,21 +180,21 @@ class StoreView:
 
     async def steps(self, name: str) -> admin_pb.ListStepsResponse:
         """Return the steps of a job that the store holds, oldest first. This visits all shards of the job."""
-        steps = [_describe_step(step) for step in await self._engine.held_steps(name)]
+        steps = [_describe_step(step) for step in await self._engine.upkeep.steps(name)]
         return admin_pb.ListStepsResponse(steps=steps, state_dir=str(self.state_dir))
 
     def job(self, name: str) -> admin_pb.JobInfo:
         """Return the figures of a job, which is attached, or committed, or has kept steps."""
-        kept = self._engine.kept_steps(name)
-        if name not in self._engine.jobs:
+        kept = self._engine.jobs.kept_steps(name)
+        if name not in self._engine.jobs.by_name:
             # Only kept steps are left of the job, because none of its commits was durable before a restart.
             spec = next(iter(kept.values())).spec
             durability = convert.durability_to_wire(spec.durability)
             return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
-        job = self._engine.job(name)
+        job = self._engine.jobs.job(name)
         newest, durable = job.newest, max(job.durable, default=None)
         # The sums are over all layouts, because the store has two of them while one replaces the other.
-        tallies = [layout.tally for layout in self._engine.layouts(name)]
+        tallies = [layout.tally for layout in self._engine.jobs.layouts(name)]
         size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
         size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
         return admin_pb.JobInfo(
@@ -205,7 +205,7 @@ class StoreView:
             durability=convert.durability_to_wire(job.spec.durability),
             committed_step=newest,
             durable_step=durable,
-            settled_step=self._engine.settled_layout(name).settled_step,
+            settled_step=self._engine.jobs.settled_layout(name).settled_step,
             bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
@@ -232,11 +232,11 @@ class StoreView:
 
     def is_known(self, name: str) -> bool:
         """Return whether there is a job of this name, or a kept step of it."""
-        return name in self._engine.jobs or bool(self._engine.kept_steps(name))
+        return name in self._engine.jobs.by_name or bool(self._engine.jobs.kept_steps(name))
 
     def _rank(self, name: str) -> tuple[bool, float]:
         """Return a key by which jobs in use are the largest, and among the others those with the newest commits."""
-        job = self._engine.jobs.get(name)
+        job = self._engine.jobs.by_name.get(name)
         committed_at = 0.0 if job is None or job.newest is None else job.retained[job.newest].committed_at
         return self._sessions.attached(name) > 0, committed_at
 

@@ -12,8 +12,9 @@ from paramserver.rpc import convert
 from paramserver.sessions.leases import DeviceLease
 from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.engine import Engine, Pin
+from storage.engine import Engine
 from storage.errors import NotFoundError
+from storage.pins import Pin
 from storage.shard import Kind
 from storage.slab import NEVER, Slab
 from storage.tiers.gpu import DeviceRange
@@ -53,7 +54,7 @@ class DeviceCopies:
         """
         if session.device is None:
             return None
-        slab = self._engine.newest_slab(job, group, kind, as_of)
+        slab = self._engine.pins.newest_slab(job, group, kind, as_of)
         if slab is None or slab.latest is None:
             return None
         range_ = session.device.find(slab, next_use)
@@ -95,7 +96,7 @@ class DeviceCopies:
         """
         if session.device is None:
             return False
-        slab = self._engine.newest_slab(job, group, kind, None)
+        slab = self._engine.pins.newest_slab(job, group, kind, None)
         return slab is not None and session.device.has(slab)
 
     def forget(self, session: Session) -> None:

@@ -46,7 +46,7 @@ class Drain:
         """Refuse new sessions from now on. A repeated call has no effect."""
         if self.since is None:
             self.since = time.time()
-            self._committed = {name: job.newest for name, job in self._engine.jobs.items()}
+            self._committed = {name: job.newest for name, job in self._engine.jobs.by_name.items()}
 
     def end(self) -> None:
         """Accept new sessions again. A repeated call has no effect."""

@@ -21,9 +21,10 @@ from paramserver.sessions.leases import DeviceLease, Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.engine import Engine, Pin
+from storage.engine import Engine
 from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
 from storage.parkable import Activation, Gradient
+from storage.pins import Pin
 from storage.reader import StepReader
 from storage.shard import DType, Kind
 from storage.slab import NEVER, Slab
@@ -43,7 +44,7 @@ class Grants:
         self._host_quota = host_quota
         self._shared_ranges = SharedRanges(engine)
         self._lease_ids = itertools.count(1)
-        self._processes = ClientProcesses(engine.arena.slots)
+        self._processes = ClientProcesses(engine.host.arena.slots)
         self.device_copies = DeviceCopies(engine)
 
     async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease | DeviceLease:
@@ -56,7 +57,7 @@ class Grants:
             NotFoundError: there is no such slab, or the session ended meanwhile.
             ConflictError: the session holds a lease that excludes this one, or has not opened a job.
             StepAbortedError: a rank of the session's run is gone.
-            StorageError: see Engine.fetch, stage, allocate_put and allocate_gradient.
+            StorageError: see SlabPins.fetch and stage, PendingSteps.allocate_put and allocate_gradient.
         """
         kind, group = convert.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
@@ -75,7 +76,7 @@ class Grants:
             match want.mode, kind is Kind.GRAD:
                 case pb.LEASE_MODE_READ, False:
                     position = convert.position(want.position, "wants.position")
-                    pin = await self._engine.fetch(job, group, kind, position, as_of)
+                    pin = await self._engine.pins.fetch(job, group, kind, position, as_of)
                     lease = await self._grant_pin(session, LeaseMode.READ, pin)
                     if next_use is not None:
                         lease.keep = self.device_copies.place(session, pin, next_use)
@@ -85,7 +86,7 @@ class Grants:
                 case pb.LEASE_MODE_WRITE, False:
                     step = convert.step(want.step, "wants.step")
                     if job.newest is None and step == job.first_step:
-                        staged = await self._engine.stage(job, group, kind)
+                        staged = await self._engine.pins.stage(job, group, kind)
                         return await self._grant_pin(session, LeaseMode.STAGE, staged)
                     return await self._lease_put(session, job, step, group, kind)
                 case _:
@@ -116,7 +117,7 @@ class Grants:
 
         Raises:
             NotFoundError: the reader was closed, or the session ended, meanwhile.
-            StorageError: see Engine.load.
+            StorageError: see StepReaders.load.
         """
         shared = await self._shared_ranges.find(reader, wanted)
         if shared is None:
@@ -139,13 +140,13 @@ class Grants:
         slab = job.slab(group, kind)
         if slab in session.exclusive:
             raise ConflictError(f"{slab.key} is being written by another lease of this session")
-        range_ = await self._engine.allocate_put(job, step, group, kind)
+        range_ = await self._engine.pending_steps.allocate_put(job, step, group, kind)
         return await self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
 
     async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
         if (held := session.exclusive.get(group)) is not None:
             return await self._recall(session, held)
-        gradient = await self._engine.allocate_gradient(job, group)
+        gradient = await self._engine.pending_steps.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
         lease = await self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
         must_park = self._host_quota.must_park
@@ -162,7 +163,7 @@ class Grants:
             BudgetExceededError: there is no room for the activation beside what steps need, or the session has too
                 many that are not parked.
             StepAbortedError: a rank of the session's run is gone.
-            StorageError: see Engine.allocate_activation and Engine.recall.
+            StorageError: see Gradients.allocate_activation and Gradients.recall.
         """
         session.require_run().check_whole()
         job = await session.job()
@@ -179,7 +180,7 @@ class Grants:
         nbytes = convert.device_bytes(use.size_bytes)
         self._check_room(session, job, nbytes)
         async with self._host_quota.room_for(session.owner, job, round_up(nbytes)):
-            activation = await self._engine.allocate_activation(job, session.session_id, nbytes)
+            activation = await self._engine.gradients.allocate_activation(job.spec.name, session.session_id, nbytes)
         return await self._grant(
             session, activation.label, LeaseMode.ACTIVATION, nbytes, None, None, activation=activation
         )
@@ -219,7 +220,7 @@ class Grants:
             raise ConflictError(f"{lease.what} is leased by this session already")
         lease.recalls += 1
         try:
-            await self._engine.recall(parkable)
+            await self._engine.gradients.recall(parkable)
             session.lease(lease.lease_id)
         except BaseException:
             # The client does not know where the bytes are, so the gradient stays parked.
@@ -285,7 +286,7 @@ class Grants:
         """Return whether the client's process maps the arena, or has done so."""
         if not session.maps_arena and session.slot is not None:
             # A client locks its slot before it maps the arena.
-            session.maps_arena = self._engine.arena.slots.is_held(session.slot)
+            session.maps_arena = self._engine.host.arena.slots.is_held(session.slot)
         return session.maps_arena
 
     def _note_process(self, session: Session, lease: Lease) -> None:
@@ -330,7 +331,7 @@ class Grants:
             NotFoundError: the session does not hold one of the leases.
             ConflictError: a lease is not for the gradient of its group, or its update has begun already.
             StepAbortedError: a rank of the session's run is gone.
-            StorageError: see Engine.check_update.
+            StorageError: see PendingSteps.check_update.
         """
         job = await session.job()
         session.require_run().check_whole()
@@ -352,13 +353,13 @@ class Grants:
                     f"the gradient of group {update.group!r} is freed, because a final update has used it"
                 )
             kernel = convert.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
-            self._engine.check_update(job, step, update.group)
+            self._engine.pending_steps.check_update(job, step, update.group)
             checked.append((lease, kernel, convert.position(update.position, "updates.position")))
         if len({lease.group for lease, _, _ in checked}) != len(checked):
             raise InvalidRequestError("a group is updated twice in one request")
         for lease, kernel, position in checked:
             assert lease.gradient is not None, "a lease of this mode has one"
-            lease.update = self._engine.update(
+            lease.update = self._engine.pending_steps.update(
                 job,
                 step,
                 lease.group,
@@ -384,7 +385,7 @@ class Grants:
         assert lease.update is not None and lease.gradient is not None
         lease.void = True
         session.remove_lease(lease)
-        self._engine.free_gradient(lease.gradient, lease.update)
+        self._engine.gradients.free_after(lease.update, lease.gradient)
         if lease.asks_to_park and not lease.update.done():
             # The client touches it no more, and its update may wait for long.
             self._engine.gradients.park(lease.gradient)
@@ -394,13 +395,13 @@ class Grants:
 
         Raises:
             ConflictError: the session has no provisional update of that group.
-            StorageError: see Engine.withdraw.
+            StorageError: see PendingSteps.withdraw.
         """
         job = await session.job()
         held = session.exclusive.get(group)
         if held is None or held.update is None:
             raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
-        await self._engine.withdraw(job, step, group)
+        await self._engine.pending_steps.withdraw(job, step, group)
         held.update = None
         if held.gradient is not None:
             held.gradient.update = None
@@ -420,7 +421,7 @@ class Grants:
         Raises:
             InvalidRequestError: the bytes of such a lease cannot be published.
             NotFoundError: the lease has ended already.
-            StorageError: see Engine.publish and Engine.put.
+            StorageError: see SlabPins.publish and PendingSteps.put.
         """
         if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
             raise InvalidRequestError(
@@ -433,10 +434,12 @@ class Grants:
         if lease.keep is not None and lease.pin is not None:
             self.device_copies.end_place(session, lease.pin.slab, lease.keep, is_kept=is_kept)
         if publish and lease.pin is not None:
-            await self._engine.publish(lease.pin)
+            await self._engine.pins.publish(lease.pin)
         elif publish and lease.slab is not None:
             key = lease.slab.key
-            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.arena_range)
+            await self._engine.pending_steps.put(
+                await session.job(), lease.step, key.group, key.kind, lease.arena_range
+            )
         else:
             self.release_range(lease, next_use)
 
@@ -450,7 +453,7 @@ class Grants:
             if lease.update is None:
                 self._engine.gradients.free(lease.gradient)
             else:
-                self._engine.free_gradient(lease.gradient, lease.update)
+                self._engine.gradients.free_after(lease.update, lease.gradient)
         elif lease.activation is not None:
             self._engine.gradients.free(lease.activation)
         elif lease.shared is not None:
@@ -458,7 +461,7 @@ class Grants:
         elif lease.pin is None:
             self._engine.scratch.free(lease.arena_range)
         else:
-            self._engine.unpin(lease.pin, next_use)
+            self._engine.pins.unpin(lease.pin, next_use)
 
     def take_range(self, lease: Lease) -> ArenaRange | None:
         """End a lease whose range the client's process may still write to.
@@ -471,4 +474,4 @@ class Grants:
             return self._engine.gradients.take_range(lease.parkable)
         if lease.pin is None:
             return self._engine.scratch.hand_over(lease.arena_range)
-        return self._engine.take_staged(lease.pin)
+        return self._engine.host_cache.take_range(lease.pin.slab, lease.pin.copy)

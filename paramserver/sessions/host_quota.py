@@ -78,14 +78,14 @@ class HostQuota:
 
     def must_park(self, principal: Principal, job: Job) -> bool:
         """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
-        return self._engine.must_park(job, limits_of(self._quotas, principal, job.spec.name))
+        return self._engine.admission.must_park(job, limits_of(self._quotas, principal, job.spec.name))
 
     def admit_activation(
         self, principal: Principal, job: Job, nbytes: int, *, parks: bool, is_held: bool = False
     ) -> int | None:
-        """Return how many bytes of activations each rank may have unparked, or None; see `Engine.admit_activation`."""
+        """Return how many bytes of activations each rank may have unparked, or None; see Admission.admit_activation."""
         limits = limits_of(self._quotas, principal, job.spec.name)
-        return self._engine.admit_activation(job, nbytes, limits, parks=parks, is_held=is_held)
+        return self._engine.admission.admit_activation(job, nbytes, limits, parks=parks, is_held=is_held)
 
     @asynccontextmanager
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:
@@ -168,8 +168,10 @@ class HostQuota:
         The engine's own list has each job in its newest committed layout, which may be another one. A reader's job may
         be a kept step or an older layout, which no rank uses.
         """
-        mine = job if job.spec.local_ranks else self._engine.jobs.get(job.spec.name, job)
-        others = (other for name, other in self._engine.jobs.items() if name != job.spec.name and limit.covers(name))
+        mine = job if job.spec.local_ranks else self._engine.jobs.by_name.get(job.spec.name, job)
+        others = (
+            other for name, other in self._engine.jobs.by_name.items() if name != job.spec.name and limit.covers(name)
+        )
         return [mine, *others]
 
     def _taken(self, job: Job) -> int:

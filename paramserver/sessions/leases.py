@@ -10,9 +10,9 @@ import enum
 from dataclasses import dataclass
 
 from paramserver.sessions.shared_ranges import SharedRange
-from storage.engine import Pin
 from storage.errors import ConflictError
 from storage.parkable import Activation, Gradient, Parkable
+from storage.pins import Pin
 from storage.reader import StepReader
 from storage.shard import DType
 from storage.slab import Slab

@@ -490,7 +490,7 @@ class Runs(Generic[MemberT]):
             await self._end(run, run.job.result())
             if self._runs.get(name) is not run:
                 return
-            if (job := self._engine.jobs.get(name)) is not None:
+            if (job := self._engine.jobs.by_name.get(name)) is not None:
                 if job.newest is None and not self.is_copy(run):
                     await self._keep_empty(name)
                 return
@@ -510,11 +510,11 @@ class Runs(Generic[MemberT]):
 
         Return whether that was done.
         """
-        job = self._engine.jobs.get(name)
+        job = self._engine.jobs.by_name.get(name)
         if job is None or self.ranks_of(name):
             return False
         await self._engine.end_run(job, forgets=True)
-        if name not in self._engine.jobs:
+        if name not in self._engine.jobs.by_name:
             self.forget_job(name)
         return True
 
@@ -546,7 +546,7 @@ class Runs(Generic[MemberT]):
         run begins that layout anew. It could not either if puts are only in host memory and wait for the seal, because
         the run could not see which puts these are.
         """
-        if job.pending is None or job.pending.abandoned or self._engine.jobs.get(job.spec.name) is not job:
+        if job.pending is None or job.pending.abandoned or self._engine.jobs.by_name.get(job.spec.name) is not job:
             return False
         return job.newest is None or not job.tally.has_unbacked
 

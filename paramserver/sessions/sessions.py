@@ -93,7 +93,7 @@ class Sessions:
         self._engine = engine
         self._quotas = quotas
         self._events = events
-        self._slots = engine.arena.slots
+        self._slots = engine.host.arena.slots
         self._runs: Runs[Session] = Runs(engine, events)
         self._sessions: dict[str, Session] = {}
         self._seats = Seats(limits.seats)
@@ -259,7 +259,7 @@ class Sessions:
             session.timer.cancel()
         del self._sessions[session.session_id]
         self._seats.release(session.visitor)
-        self._engine.end_prefetch(session.session_id)
+        self._engine.queue.replace_window(session.session_id, [])
         self.grants.device_copies.forget(session)
         self._on_end(session.session_id)
         held = len(session.leases)

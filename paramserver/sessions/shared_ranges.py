@@ -59,13 +59,13 @@ class SharedRanges:
         """Return a range that `fill` has filled, leased once. Call this at once after `find` has returned None.
 
         Raises:
-            StorageError: see Engine.load.
+            StorageError: see StepReaders.load.
         """
         shared = SharedRange((reader.record, wanted))
         key = (id(reader.record), wanted)
         self._ranges[key] = shared
         try:
-            shared.arena_range = await self._engine.load(reader.job, nbytes, fill)
+            shared.arena_range = await self._engine.step_readers.load(reader.job, nbytes, fill)
         except BaseException:
             del self._ranges[key]
             raise

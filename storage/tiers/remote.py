@@ -114,23 +114,7 @@ class RemoteTier:
     @property
     def lenders(self) -> list[LenderInfo]:
         """The figures of each lender."""
-        return [
-            LenderInfo(
-                address=source.lender.address,
-                state=source.state,
-                problem=source.problem,
-                size_bytes=source.directory.size_bytes,
-                used_bytes=source.directory.used_bytes,
-                hits=source.hits,
-                misses=source.misses,
-                wrong_blocks=source.wrong_blocks,
-                timeouts=source.timeouts,
-                losses=source.losses,
-                bytes_per_second=source.rate.bytes_per_second or 0.0,
-                nvme_bytes_per_second=self._nvme_rate.bytes_per_second or 0.0,
-            )
-            for source in self._sources
-        ]
+        return [source.info(self._nvme_rate.bytes_per_second or 0.0) for source in self._sources]
 
     # --- loans
 

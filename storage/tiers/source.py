@@ -107,6 +107,23 @@ class Source:
     timeouts: int = 0
     losses: int = 0
 
+    def info(self, nvme_bytes_per_second: float) -> LenderInfo:
+        """Return the figures of the lender, beside the measured speed of NVMe."""
+        return LenderInfo(
+            address=self.lender.address,
+            state=self.state,
+            problem=self.problem,
+            size_bytes=self.directory.size_bytes,
+            used_bytes=self.directory.used_bytes,
+            hits=self.hits,
+            misses=self.misses,
+            wrong_blocks=self.wrong_blocks,
+            timeouts=self.timeouts,
+            losses=self.losses,
+            bytes_per_second=self.rate.bytes_per_second or 0.0,
+            nvme_bytes_per_second=nvme_bytes_per_second,
+        )
+
     @property
     def is_used(self) -> bool:
         """Whether bytes are read from the lender and sent to it."""

@@ -61,22 +61,22 @@ async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool
     verdict = Verdict()
     engine = await Engine.open(engine_config(state_dir))
     verdict.errors += await space_errors(engine)
-    unknown = engine.jobs.keys() - oracle.jobs.keys()
+    unknown = engine.jobs.by_name.keys() - oracle.jobs.keys()
     verdict.errors += [f"nobody made job {name}" for name in sorted(unknown)]
     for name in oracle.jobs:
-        found = engine.jobs[name].newest if name in engine.jobs else None
+        found = engine.jobs.by_name[name].newest if name in engine.jobs.by_name else None
         allowed = oracle.jobs[name].allowed()
         if found not in allowed:
             expected = sorted(allowed, key=lambda step: -1 if step is None else step)
             verdict.errors.append(f"job {name} is at step {found}, and may be at {expected}")
         elif found is not None:
             verdict.errors += await _check_job(engine, oracle, name, found, roll_back=roll_back)
-        verdict.kept[name] = list(engine.kept_steps(name))
+        verdict.kept[name] = list(engine.jobs.kept_steps(name))
         if wrong := oracle.jobs[name].wrong_kept(verdict.kept[name]):
             verdict.errors.append(f"job {name} keeps {verdict.kept[name]}: {wrong}")
         verdict.errors += await different_kept_steps(engine, oracle, name)
-        verdict.newest[name] = engine.jobs[name].newest if name in engine.jobs else None
-        verdict.retained[name] = sorted(engine.jobs[name].retained) if name in engine.jobs else []
+        verdict.newest[name] = engine.jobs.by_name[name].newest if name in engine.jobs.by_name else None
+        verdict.retained[name] = sorted(engine.jobs.by_name[name].retained) if name in engine.jobs.by_name else []
     verdict.errors += await space_errors(engine)
     if close:
         await engine.close()

@@ -37,7 +37,7 @@ async def live():
 LOOK = """
 async def live():
     engine = await Engine.open(engine_config(state_dir))
-    job = engine.jobs["job"]
+    job = engine.jobs.by_name["job"]
     print(job.newest, max(job.durable), flush=True)
     os.kill(os.getpid(), 9)
 """

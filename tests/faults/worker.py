@@ -99,10 +99,10 @@ async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -
     name, found = job.spec.name, []
     for group in oracle.jobs[name].shape.groups:
         for kind in oracle.jobs[name].shape.kinds:
-            pin = await engine.fetch(job, group, Kind(kind))
+            pin = await engine.pins.fetch(job, group, Kind(kind))
             if bytes(engine.host.view(pin.arena_range)[: pin.slab.nbytes]) != oracle.expected(name, step, group, kind):
                 found.append(f"{pin.slab.key} does not have the bytes of step {step}")
-            engine.unpin(pin)
+            engine.pins.unpin(pin)
     return found
 
 
@@ -111,9 +111,9 @@ async def different_kept_steps(engine: Engine, oracle: Oracle, name: str) -> lis
     found = []
     history = oracle.jobs[name]
     for kept, path in {**history.coming, **history.kept}.items():
-        if kept not in engine.kept_steps(name):
+        if kept not in engine.jobs.kept_steps(name):
             continue
-        reader = await engine.open_reader(engine.kept_step(name, kept))
+        reader = await engine.step_readers.open(engine.kept_steps.find(name, kept))
         try:
             if reader.step != len(path) - 1 or reader.client_state(0) != f"state {reader.step}".encode():
                 found.append(f"{name} keeps step {reader.step} as {kept}, and kept {len(path) - 1}")
@@ -135,10 +135,10 @@ async def space_errors(engine: Engine) -> list[str]:
     Returns:
         One text per error.
     """
-    accounts = await engine.accounts()
+    accounts = await engine.accountant.take()
     errors = [f"{account} is not what the jobs explain" for account in accounts if not account.is_balanced]
-    kept = [step for name in engine.jobs_with_kept_steps for step in engine.kept_steps(name).values()]
-    jobs = [*engine.jobs.values(), *kept]
+    kept = [step for name in engine.jobs.kept for step in engine.jobs.kept_steps(name).values()]
+    jobs = [*engine.jobs.by_name.values(), *kept]
     # A kept step shares regions with its job, so each region is looked at once.
     regions = dict.fromkeys(r for job in jobs for slab in job.slabs() for r in slab.versions.values())
     end = (-1, 0)
@@ -184,10 +184,10 @@ class Trainer:
         self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=0, salt=salt))
         for group in self.shape.groups:
             for kind in {"param", self.shape.weight_kind}:
-                pin = await self.engine.stage(self.job, group, Kind(kind))
+                pin = await self.engine.pins.stage(self.job, group, Kind(kind))
                 values = self.oracle.expected(self.shape.name, 0, group, kind)
                 self.engine.host.view(pin.arena_range)[: len(values)] = values
-                await self.engine.publish(pin)
+                await self.engine.pins.publish(pin)
         await self.commit(0, 0)
 
     async def lap(self) -> None:
@@ -214,7 +214,7 @@ class Trainer:
         if self.rng.random() < 0.2:
             await self.cancel_a_reader()
             return
-        reader = await self.engine.open_reader(self.job)
+        reader = await self.engine.step_readers.open(self.job)
         try:
             for group, numel in self.shape.groups.items():
                 for kind in self.shape.kinds:
@@ -227,7 +227,7 @@ class Trainer:
 
     async def cancel_a_reader(self) -> None:
         """Cancel the opening of a reader. The engine must release all that the reader held."""
-        opening = asyncio.ensure_future(self.engine.open_reader(self.job))
+        opening = asyncio.ensure_future(self.engine.step_readers.open(self.job))
         await asyncio.sleep(self.rng.choice([0, 0.0002, 0.001]))
         opening.cancel()
         await asyncio.wait([opening])
@@ -237,9 +237,9 @@ class Trainer:
     async def hand_over(self, salt: int) -> None:
         """Give the engine the gradients of the next step, which start its updates."""
         for group in updates(self.shape, salt):
-            values = await self.engine.allocate_gradient(self.job, group)
+            values = await self.engine.pending_steps.allocate_gradient(self.job, group)
             self.engine.gradients.tensor(values).copy_(torch.from_numpy(gradient(self.shape, group, salt)))
-            self.engine.update(self.job, self.job.next_step, group, values, apply_rule)
+            self.engine.pending_steps.update(self.job, self.job.next_step, group, values, apply_rule)
 
     async def commit(self, step: int, settled: int) -> None:
         """Commit a step after all its gradients were handed over. `settled` is the newest step of all ranks."""
@@ -267,19 +267,19 @@ class Trainer:
     async def wait_for_updates(self) -> None:
         """Wait until the updates of all handed-over gradients are done; they are not committed yet."""
         for group in self.shape.groups:
-            self.engine.unpin(await self.engine.fetch(self.job, group, Kind.PARAM))
+            self.engine.pins.unpin(await self.engine.pins.fetch(self.job, group, Kind.PARAM))
 
     async def abandon(self) -> None:
         """Begin a step without announcing it, and abandon it when some of it may be written."""
         await self.hand_over(self.rng.getrandbits(32))
         await asyncio.sleep(self.rng.choice([0, 0.002]))
-        await self.engine.abandon_pending(self.job)
+        await self.engine.pending_steps.abandon(self.job)
 
     async def prefetch(self) -> None:
         """Prefetch some slabs in a random order, and do not use them."""
         wants = [(group, Kind(kind)) for group in self.shape.groups for kind in self.shape.kinds]
         self.rng.shuffle(wants)
-        self.engine.prefetch(self.shape.name, self.job, [(*want, float(i)) for i, want in enumerate(wants[:4])])
+        self.engine.pins.prefetch(self.shape.name, self.job, [(*want, float(i)) for i, want in enumerate(wants[:4])])
 
     async def read(self) -> None:
         """Compare all bytes with the oracle's."""
@@ -292,11 +292,11 @@ class Trainer:
         if len(kept) >= MOST_KEPT:
             name = self.rng.choice(list(kept))
             self.announce(Announcement(act=Act.FORGETS, job=self.shape.name, name=name))
-            await self.engine.forget(self.shape.name, name)
+            await self.engine.kept_steps.forget(self.shape.name, name)
             self.announce(Announcement(act=Act.FORGOT, job=self.shape.name, name=name))
         name = f"{self._newest} {self.rng.getrandbits(32)}"
         self.announce(Announcement(act=Act.KEEPS, job=self.shape.name, step=self._newest, name=name))
-        await self.engine.keep(self.job, self._newest, name)
+        await self.engine.kept_steps.keep(self.job, self._newest, name)
         self.announce(Announcement(act=Act.KEPT, job=self.shape.name, step=self._newest, name=name))
 
     async def read_kept(self) -> None:
@@ -306,7 +306,7 @@ class Trainer:
 
     async def live_again(self) -> None:
         """Delete the job and begin it anew."""
-        self.engine.end_prefetch(self.shape.name)
+        self.engine.queue.replace_window(self.shape.name, [])
         self.announce(Announcement(act=Act.DELETES, job=self.shape.name))
         await self.engine.delete_job(self.shape.name)
         self.announce(Announcement(act=Act.DELETED, job=self.shape.name))

@@ -282,11 +282,11 @@ class Training:
         """Write and publish the initial values of all groups."""
         for group in self.layout.groups:
             for kind in {Kind.PARAM, self.layout.weight_kind}:
-                pin = await self.engine.stage(self.job, group, kind)
+                pin = await self.engine.pins.stage(self.job, group, kind)
                 tensor = self.engine.host.tensor(pin.arena_range, self.layout.dtype(kind), pin.slab.numel).zero_()
                 for index, shard in enumerate(self.layout.shards):
                     tensor[shard.group_offset :][: shard.numel] = self.reference.initial(group, index)
-                await self.engine.publish(pin)
+                await self.engine.pins.publish(pin)
 
     async def step(self, *, settled: int | None = None) -> bool:
         """Train and commit the next step, and return whether it is durable already."""
@@ -315,13 +315,13 @@ class Training:
             wrap: a function that replaces each kernel.
             position: the trace position at which the groups are needed next.
             before_update: called with each gradient when it has its values.
-            aside: see Engine.update.
+            aside: see PendingSteps.update.
             is_last_use: whether the gradients are freed when they are used up, see Gradients.free_when_used_up.
         """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
             spec = layout.group(group)
-            gradient = await self.engine.allocate_gradient(self.job, group)
+            gradient = await self.engine.pending_steps.allocate_gradient(self.job, group)
             tensor = self.engine.gradients.tensor(gradient)
             for index, shard in enumerate(layout.shards):
                 tensor[shard.group_offset :][: shard.numel] = self.reference.gradient(step, group, index)
@@ -331,7 +331,7 @@ class Training:
                 grad_scale=GRAD_SCALE,
             )
             await before_update(gradient)
-            self.engine.update(
+            self.engine.pending_steps.update(
                 self.job,
                 step,
                 group,
@@ -357,9 +357,9 @@ class Training:
         different = []
         for group in self.layout.groups:
             for kind in self.layout.kinds:
-                pin = await self.engine.fetch(self.job, group, kind, as_of=as_of)
+                pin = await self.engine.pins.fetch(self.job, group, kind, as_of=as_of)
                 stored = self.engine.host.tensor(pin.arena_range, self.layout.dtype(kind), pin.slab.numel).clone()
-                self.engine.unpin(pin)
+                self.engine.pins.unpin(pin)
                 for shard in self.layout.group(group).shards:
                     expected = self.reference.states(step)[group, shard.fqn, kind]
                     if not torch.equal(stored[shard.group_offset :][: shard.numel], expected):
@@ -460,8 +460,8 @@ async def opened(
 
 async def quiesce(engine: Engine) -> None:
     """Abandon pending steps, and wait for prefetches and snapshots."""
-    for job in engine.jobs.values():
-        await engine.abandon_pending(job)
+    for job in engine.jobs.by_name.values():
+        await engine.pending_steps.abandon(job)
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
     while engine.queue.depth or engine.queue.sending:
@@ -470,14 +470,14 @@ async def quiesce(engine: Engine) -> None:
 
 async def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     """Check that a slab's version or copy explains every used byte, no extents overlap, and no allocation waits."""
-    jobs = [layout for name in engine.jobs for layout in engine.layouts(name)]
-    jobs += [kept for name in engine.jobs_with_kept_steps for kept in engine.kept_steps(name).values()]
+    jobs = [layout for name in engine.jobs.by_name for layout in engine.jobs.layouts(name)]
+    jobs += [kept for name in engine.jobs.kept for kept in engine.jobs.kept_steps(name).values()]
     # Each region once, because a kept step shares regions with its job.
     regions = dict.fromkeys(region for job in jobs for slab in job.slabs() for region in slab.versions.values())
     extents = [extent for r in regions if r.tier is engine.nvme for extent in on_nvme(r).extents]
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])
-    host, *backing = accounts = await engine.accounts()
+    host, *backing = accounts = await engine.accountant.take()
     assert all(account.is_balanced for account in accounts), accounts
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
     assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)

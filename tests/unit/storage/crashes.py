@@ -30,7 +30,7 @@ async def assert_survives_a_crash(training: Training, step: int | None) -> None:
     """Check that the job is at `step` (None: is gone) in an engine that opens a copy of the present files."""
     async with crashed(training.engine) as engine:
         if step is None:
-            assert engine.jobs == {}
+            assert engine.jobs.by_name == {}
             return
         again = await Training(engine, training.layout).open()
         assert again.job.newest == step

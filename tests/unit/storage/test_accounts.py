@@ -23,7 +23,7 @@ ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
 
 
 async def accounts(engine: Engine) -> tuple[TierAccount, TierAccount]:
-    host, nvme = await engine.accounts()
+    host, nvme = await engine.accountant.take()
     assert (host.tier, nvme.tier) == (TierName.HOST, TierName.NVME)
     return host, nvme
 
@@ -41,25 +41,25 @@ async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path
         await training.step()
         copies = engine.host.used_bytes - fixed
         assert held((await accounts(engine))[0]) == {Holder.FIXED: fixed, Holder.JOBS: copies}
-        pin = await engine.fetch(training.job, "block.0", Kind.PARAM)
-        gradient = await engine.allocate_gradient(training.job, "block.0")
+        pin = await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
+        gradient = await engine.pending_steps.allocate_gradient(training.job, "block.0")
         found, _ = await accounts(engine)
         assert found.held_bytes[Holder.UNDER_WAY] == pin.arena_range.nbytes + gradient.nbytes
         assert not found.is_balanced and found.unexplained_bytes == 0
         range_ = gradient.arena_range
         assert range_ is not None
-        found, _ = await engine.accounts(leased=lambda: [pin.arena_range], quarantined=lambda: [range_])
+        found, _ = await engine.accountant.take(leased=lambda: [pin.arena_range], quarantined=lambda: [range_])
         assert found.held_bytes[Holder.LEASES] == pin.arena_range.nbytes
         assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
         assert found.is_balanced
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
         engine.gradients.free(gradient)
 
 
 async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).begin()
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         version = training.version_bytes
         # The optimizer states are not written before the first step, so the reader of step 0 holds no bytes of them.
         begun = reader.nbytes
@@ -109,9 +109,9 @@ async def test_accounts_that_are_taken_in_slices_while_a_job_trains_name_no_byte
         async def work() -> None:
             for step in range(6):
                 await training.step()
-                reader = await engine.open_reader(training.job)
+                reader = await engine.step_readers.open(training.job)
                 if step % 2:
-                    await engine.keep(training.job, None, f"step {step}", note="")
+                    await engine.kept_steps.keep(training.job, None, f"step {step}", note="")
                 reader.close()
 
         working = asyncio.ensure_future(work())
@@ -164,15 +164,15 @@ async def test_a_registration_that_is_refused_leaves_homes_and_copies_as_they_we
 async def test_what_was_staged_or_is_to_be_put_is_freed_where_its_group_is_gone(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).begin()
-        staged = await engine.allocate_put(training.job, 1, "block.0", Kind.PARAM)
+        staged = await engine.pending_steps.allocate_put(training.job, 1, "block.0", Kind.PARAM)
         with pytest.raises(NotFoundError, match="no shard group 'gone'"):
-            await engine.put(training.job, 1, "gone", Kind.PARAM, staged)
+            await engine.pending_steps.put(training.job, 1, "gone", Kind.PARAM, staged)
         await engine.delete_job("job")
         await training.open(must_exist=False)
-        pin = await engine.stage(training.job, "block.0", Kind.PARAM)
+        pin = await engine.pins.stage(training.job, "block.0", Kind.PARAM)
         await engine.delete_job("job")
         with pytest.raises((NotFoundError, ConflictError)):
-            await engine.publish(pin)
+            await engine.pins.publish(pin)
         assert all(account.is_balanced for account in await accounts(engine))
         assert engine.host.used_bytes == (await accounts(engine))[0].held_bytes[Holder.FIXED]
 
@@ -181,7 +181,7 @@ async def test_staging_that_waited_for_room_while_its_job_was_deleted_ends(tmp_p
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).open(must_exist=False)
         with room_taken(engine):
-            staging = asyncio.ensure_future(engine.stage(training.job, "block.0", Kind.PARAM))
+            staging = asyncio.ensure_future(engine.pins.stage(training.job, "block.0", Kind.PARAM))
             await asyncio.sleep(0)
             await engine.delete_job("job")
         with pytest.raises(ConflictError, match=r"job 'job' was deleted while job/block\.0/param was waited for"):

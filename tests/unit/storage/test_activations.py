@@ -27,7 +27,7 @@ async def written(engine: Engine, value: int, nbytes: int, *, job: str = "kept")
 
 async def content(engine: Engine, activation: Activation) -> set[int]:
     """Bring an activation back, and return the values of its bytes."""
-    await engine.recall(activation)
+    await engine.gradients.recall(activation)
     assert activation.arena_range is not None
     return set(engine.host.view(activation.arena_range)[: activation.size_bytes])
 
@@ -37,7 +37,7 @@ async def test_activations_are_spilled_oldest_first_and_come_back_with_their_byt
         training = await Training(engine, LAYOUT).begin()
         kept = []
         for value in range(32):
-            assert engine.admit_activation(training.job, MIB + 5, parks=False) is not None
+            assert engine.admission.admit_activation(training.job, MIB + 5, parks=False) is not None
             kept.append(await written(engine, value, MIB + 5))
             assert engine.host.used_bytes <= engine.host.budget_bytes
         await engine.gradients.close()
@@ -53,16 +53,16 @@ async def test_activations_are_spilled_oldest_first_and_come_back_with_their_byt
         await training.commit(1)
         await training.assert_at(1)
         assert engine.gradients.activation_bytes() == engine.gradients.spilled_activation_bytes == 0
-        assert all(account.is_balanced for account in await engine.accounts())
+        assert all(account.is_balanced for account in await engine.accountant.take())
 
 
 async def test_without_room_on_nvme_activations_are_admitted_to_half_of_the_spare_host_memory(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
-        admission = engine._job_registry.admission
+        admission = engine.admission
         engine.nvme.budget_bytes = engine.nvme.used_bytes + admission._bytes_of_next_steps(engine.nvme)
         kept: list[Activation] = []
-        while engine.admit_activation(training.job, MIB, parks=False) is not None:
+        while engine.admission.admit_activation(training.job, MIB, parks=False) is not None:
             kept.append(await written(engine, len(kept), MIB))
         assert 0 < len(kept) < 12
         await engine.gradients.close()
@@ -81,10 +81,10 @@ async def test_a_spill_under_way_takes_no_more_of_the_budget_than_one_that_has_e
         training = await Training(engine, LAYOUT).begin()
         kept = []
         for value in range(32):
-            assert engine.admit_activation(training.job, MIB, parks=False) is not None
+            assert engine.admission.admit_activation(training.job, MIB, parks=False) is not None
             kept.append(await written(engine, value, MIB))
         await engine.gradients.close()
-        need = engine.nvme.used_bytes + engine._job_registry.admission._bytes_of_next_steps(engine.nvme)
+        need = engine.nvme.used_bytes + engine.admission._bytes_of_next_steps(engine.nvme)
         engine.nvme.budget_bytes = need + MIB
         first = next(activation for activation in kept if activation.arena_range is not None)
         with held(monkeypatch, "write_exact"):
@@ -92,7 +92,7 @@ async def test_a_spill_under_way_takes_no_more_of_the_budget_than_one_that_has_e
             while not engine.nvme.new_regions:
                 await asyncio.sleep(0)
             taken = engine.gradients.taken_bytes(Activation)
-            assert engine.admit_activation(training.job, MIB, parks=False) is not None
+            assert engine.admission.admit_activation(training.job, MIB, parks=False) is not None
         await engine.gradients.close()
         assert first.arena_range is None
         assert engine.gradients.spilled_activation_bytes == engine.gradients.taken_bytes(Activation) == taken
@@ -109,12 +109,12 @@ async def test_room_that_a_device_has_refused_is_asked_for_again(
         growth.fail(DeviceError("read-only file system"))
         kept: list[Activation] = []
         with pytest.raises(DeviceError, match="read-only file system"):
-            while engine.admit_activation(training.job, MIB, parks=False) is not None:
+            while engine.admission.admit_activation(training.job, MIB, parks=False) is not None:
                 kept.append(await written(engine, len(kept), MIB))
         with pytest.raises(DeviceError, match="read-only file system"):
-            engine.admit_activation(training.job, MIB, parks=False)
+            engine.admission.admit_activation(training.job, MIB, parks=False)
         growth.heal()
-        assert engine.admit_activation(training.job, MIB, parks=False) is not None
+        assert engine.admission.admit_activation(training.job, MIB, parks=False) is not None
         for activation in kept:
             engine.gradients.free(activation)
         await engine.gradients.close()
@@ -123,25 +123,25 @@ async def test_room_that_a_device_has_refused_is_asked_for_again(
 async def test_an_activation_that_leaves_a_step_no_room_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
-        share = engine.admit_activation(training.job, 1, parks=False)
-        more = engine.admit_activation(training.job, 1, parks=True)
+        share = engine.admission.admit_activation(training.job, 1, parks=False)
+        more = engine.admission.admit_activation(training.job, 1, parks=True)
         assert share is not None and more is not None and share <= more < 24 * MIB
-        assert engine.admit_activation(training.job, share, parks=False) == share
-        assert engine.admit_activation(training.job, more + 1, parks=True) is None
+        assert engine.admission.admit_activation(training.job, share, parks=False) == share
+        assert engine.admission.admit_activation(training.job, more + 1, parks=True) is None
 
 
 async def test_a_damaged_activation_is_never_returned(tmp_path: Path) -> None:
     async with opened(tmp_path, host_budget_bytes=24 * MIB, nvme_budget_bytes=512 * MIB) as engine:
         training = await Training(engine, LAYOUT).begin()
         # Room on NVMe is reserved, because this takes more than half of the spare host memory.
-        share = engine.admit_activation(training.job, 1, parks=True)
-        assert share is not None and engine.admit_activation(training.job, share, parks=True)
+        share = engine.admission.admit_activation(training.job, 1, parks=True)
+        assert share is not None and engine.admission.admit_activation(training.job, share, parks=True)
         activation = await written(engine, 7, MIB)
         engine.gradients.relieve_jobs({"kept"})
         await engine.gradients.close()
         flip(engine, on_nvme(activation.region).extents[0].offset + 1000)
         with pytest.raises(DamagedBlockError, match="an activation of job 'kept'"):
-            await engine.recall(activation)
+            await engine.gradients.recall(activation)
         engine.gradients.free(activation)
 
 

@@ -18,7 +18,7 @@ async def test_a_replaced_state_is_durable_and_the_former_one_is_gone(tmp_path: 
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
         await training.step()
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         await engine.amend(training.job, 1, 0, b"amended")
         await engine.amend(training.job, 1, 0, b"amended again")
         # The reader was open before.
@@ -43,7 +43,7 @@ async def test_ranks_that_amend_a_step_at_once_do_not_undo_each_other(tmp_path: 
         expected = {rank: bytes([rank]) for rank in range(4)}
         assert training.job.retained[0].client_states == expected
         async with crashed(engine) as found:
-            assert found.job("job").retained[0].client_states == expected
+            assert found.jobs.job("job").retained[0].client_states == expected
 
 
 async def test_only_the_newest_step_and_its_ranks_can_be_amended(tmp_path: Path) -> None:
@@ -67,4 +67,4 @@ async def test_a_step_that_a_snapshot_writes_is_amended_in_the_catalog_too(tmp_p
         await quiesce(engine)
         assert training.job.retained[2].client_states == {0: b"written"}
         async with crashed(engine) as found:
-            assert found.job("job").retained[2].client_states == {0: b"written"}
+            assert found.jobs.job("job").retained[2].client_states == {0: b"written"}

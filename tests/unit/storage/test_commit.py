@@ -36,7 +36,7 @@ async def test_a_job_without_durability_ends_with_the_engine(tmp_path: Path) -> 
         assert await training.step() is False
         await assert_survives_a_crash(training, None)
     async with opened(tmp_path / "state") as engine:
-        assert engine.jobs == {} and engine.nvme.used_bytes == 0
+        assert engine.jobs.by_name == {} and engine.nvme.used_bytes == 0
 
 
 @pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
@@ -100,7 +100,7 @@ async def test_an_abandoned_step_leaves_versions_and_free_space_as_before(
         await training.hand_over()
         for _ in range(turns):
             await asyncio.sleep(0)
-        await engine.abandon_pending(training.job)
+        await engine.pending_steps.abandon(training.job)
         assert {slab: dict(slab.versions) for slab in training.job.slabs()} == before
         assert engine.nvme.used_bytes == nvme and engine.host.used_bytes <= host
         await training.assert_goes_on_from(1)
@@ -122,7 +122,7 @@ async def test_abandoning_twice_at_once_waits_for_writes_under_way_before_their_
             with_targets = engine.nvme.used_bytes
             abandoning = []
             for _ in range(2):
-                abandoning.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
+                abandoning.append(asyncio.ensure_future(engine.pending_steps.abandon(training.job)))
                 await asyncio.sleep(0.02)
             # Extents to which a thread still writes must not be freed.
             assert engine.nvme.used_bytes == with_targets > used and not any(task.done() for task in abandoning)
@@ -139,9 +139,9 @@ async def test_initial_bytes_that_come_too_late_leave_nothing(
 ) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout(groups=("block.0",))).open(must_exist=False)
-        pin = await engine.stage(training.job, "block.0", Kind.PARAM)
+        pin = await engine.pins.stage(training.job, "block.0", Kind.PARAM)
         with held(monkeypatch, "write_exact") as go_on:
-            publishing = asyncio.ensure_future(engine.publish(pin))
+            publishing = asyncio.ensure_future(engine.pins.publish(pin))
             while not engine.nvme.queue_depth:
                 await asyncio.sleep(0.001)
             await (engine.delete_job(training.layout.name) if delete else engine.end_run(training.job))
@@ -172,9 +172,9 @@ async def test_step_0_takes_initial_values_and_nothing_else(tmp_path: Path) -> N
         training = await Training(engine, Layout()).open(must_exist=False)
         await training.stage_all()
         with pytest.raises(ConflictError, match="step 0 takes initial values and nothing else"):
-            engine.check_update(training.job, 0, "block.0")
+            engine.pending_steps.check_update(training.job, 0, "block.0")
         with pytest.raises(ConflictError, match="step 0 takes initial values and nothing else"):
-            await engine.allocate_put(training.job, 0, "block.0", Kind.PARAM)
+            await engine.pending_steps.allocate_put(training.job, 0, "block.0", Kind.PARAM)
         await training.commit(0)
         await training.assert_at(0)
 
@@ -198,10 +198,10 @@ async def test_readers_of_an_abandoned_update_are_told(tmp_path: Path, monkeypat
         training = await Training(engine, Layout()).begin()
         with held(monkeypatch, "write_exact") as go_on:
             await training.hand_over()
-            reader = asyncio.ensure_future(engine.fetch(training.job, "block.0", Kind.PARAM))
+            reader = asyncio.ensure_future(engine.pins.fetch(training.job, "block.0", Kind.PARAM))
             await asyncio.sleep(0.02)
             assert not reader.done(), "it waits for the update"
-            abandoning = asyncio.ensure_future(engine.abandon_pending(training.job))
+            abandoning = asyncio.ensure_future(engine.pending_steps.abandon(training.job))
             await asyncio.sleep(0.02)
             go_on.set()
             await abandoning
@@ -260,7 +260,7 @@ async def test_steps_ascend_and_one_is_under_way_at_a_time(tmp_path: Path) -> No
                 await training.commit(step)
         await training.hand_over()
         with pytest.raises(ConflictError, match=r"group 'block\.0' was updated in step 2 already"):
-            engine.check_update(training.job, 2, "block.0")
+            engine.pending_steps.check_update(training.job, 2, "block.0")
         with pytest.raises(ConflictError, match="step 3 cannot be prepared, step 2 is under way"):
             await training.commit(3)
         await training.commit(2)
@@ -293,7 +293,7 @@ async def test_nothing_joins_a_step_that_is_being_committed(tmp_path: Path, monk
             committing = asyncio.ensure_future(training.commit(1))
             await asyncio.sleep(0.02)
             with pytest.raises(ConflictError, match="step 1 is being committed; nothing can be added"):
-                engine.check_update(training.job, 1, "block.1")
+                engine.pending_steps.check_update(training.job, 1, "block.1")
             go_on.set()
             await committing
 
@@ -304,9 +304,9 @@ async def test_groups_without_an_update_keep_their_version(tmp_path: Path) -> No
         for step in (1, 2):
             await training.hand_over(["block.0"])
             await training.commit(step)
-        pin = await engine.fetch(training.job, "idle", Kind.PARAM)
+        pin = await engine.pins.fetch(training.job, "idle", Kind.PARAM)
         assert pin.copy.step == 0
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
         assert engine.nvme.used_bytes < training.version_bytes, "moments that were never written take no room"
 
 
@@ -319,13 +319,13 @@ async def test_initial_values_must_be_there_and_cannot_change_after_their_commit
         ):
             await training.commit(0)
         await training.stage_all()
-        late = await engine.stage(training.job, "block.0", Kind.EXP_AVG)
+        late = await engine.pins.stage(training.job, "block.0", Kind.EXP_AVG)
         await training.commit(0)
         engine.host.view(late.arena_range)[:] = b"\xff" * late.arena_range.nbytes
         with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
-            await engine.publish(late)
+            await engine.pins.publish(late)
         with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
-            await engine.stage(training.job, "block.0", Kind.PARAM)
+            await engine.pins.stage(training.job, "block.0", Kind.PARAM)
         await training.assert_at(0)
         await assert_survives_a_crash(training, 0)
 
@@ -336,11 +336,11 @@ async def test_staged_bytes_that_are_not_published_never_count(tmp_path: Path, p
         training = Training(engine, Layout(**placements))
         await training.open(must_exist=False)
         await training.stage_all()
-        again = await engine.stage(training.job, "block.0", Kind.PARAM)
+        again = await engine.pins.stage(training.job, "block.0", Kind.PARAM)
         with pytest.raises(ConflictError, match="is being written by another lease"):
-            await engine.stage(training.job, "block.0", Kind.PARAM)
+            await engine.pins.stage(training.job, "block.0", Kind.PARAM)
         engine.host.view(again.arena_range)[:] = b"\xff" * again.arena_range.nbytes
-        engine.unpin(again)
+        engine.pins.unpin(again)
         await training.commit(0)
         await training.assert_at(0)
 
@@ -358,7 +358,7 @@ async def test_reopening_gives_every_job_its_last_durable_step(tmp_path: Path) -
                 await training.step()
             await training.hand_over()
     async with opened(tmp_path, host_budget_bytes=8 << 20) as engine:
-        assert {name: job.newest for name, job in engine.jobs.items()} == {"steps": 3, "snapshots": 2}
+        assert {name: job.newest for name, job in engine.jobs.by_name.items()} == {"steps": 3, "snapshots": 2}
         for layout in layouts[:2]:
             training = await Training(engine, layout).open()
             newest = training.job.newest
@@ -367,4 +367,4 @@ async def test_reopening_gives_every_job_its_last_durable_step(tmp_path: Path) -
         await engine.delete_job("steps")
         assert engine.nvme.used_bytes == training.version_bytes
     async with opened(tmp_path) as engine:
-        assert list(engine.jobs) == ["snapshots"]
+        assert list(engine.jobs.by_name) == ["snapshots"]

@@ -33,12 +33,12 @@ async def test_it_is_that_of_torchs_bytes_at_a_readers_step_and_of_the_newest_by
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUTS[name]).begin()
         await training.step()
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         await training.step()
         for group in training.layout.groups:
             for kind in training.layout.kinds:
                 assert await reader.digest(group, kind) == (1, expected(training, 1, group, kind))
-                assert await engine.digest(training.job, group, kind) == (2, expected(training, 2, group, kind))
+                assert await engine.reader.digest(training.job, group, kind) == (2, expected(training, 2, group, kind))
         reader.close()
 
 
@@ -47,7 +47,7 @@ async def test_what_was_never_written_has_none(tmp_path: Path) -> None:
         layout = Layout()
         job = await engine.open_job(layout.job(), may_exist=True, must_exist=False)
         await engine.register(job, [layout.group(group) for group in layout.groups])
-        assert await engine.digest(job, layout.groups[0], Kind.EXP_AVG) == (None, b"")
+        assert await engine.reader.digest(job, layout.groups[0], Kind.EXP_AVG) == (None, b"")
 
 
 async def test_it_is_computed_from_what_the_device_returns_and_not_from_a_copy(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ async def test_it_is_computed_from_what_the_device_returns_and_not_from_a_copy(t
         group = training.layout.groups[0]
         slab = training.job.slab(group, Kind.PARAM)
         assert slab.latest is not None
-        pin = await engine.fetch(training.job, group, Kind.PARAM)
+        pin = await engine.pins.fetch(training.job, group, Kind.PARAM)
         flip(engine, on_nvme(slab.versions[slab.latest]).extents[0].offset)
         with pytest.raises(DataLossError):
-            await engine.digest(training.job, group, Kind.PARAM)
-        engine.unpin(pin)
+            await engine.reader.digest(training.job, group, Kind.PARAM)
+        engine.pins.unpin(pin)

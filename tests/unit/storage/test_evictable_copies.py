@@ -115,7 +115,7 @@ async def test_a_waiting_update_is_withdrawn(tmp_path: Path, taken: bool) -> Non
             if taken:
                 with room_taken(engine, -math.inf):
                     pass
-            await engine.withdraw(training.job, 2, LATER)
+            await engine.pending_steps.withdraw(training.job, 2, LATER)
             assert all(slab.copy is None for slab in slabs_of(training, LATER)), "a part of it was updated"
         await training.hand_over([LATER])
         await training.commit(2)

@@ -101,8 +101,8 @@ async def test_a_read_that_fails_is_raised_by_the_fetch_and_the_next_one_works(
         reads = Fault(monkeypatch, "read_exact")
         reads.fail(DeviceError("input/output error"))
         with pytest.raises(DeviceError, match="input/output error"):
-            await engine.fetch(training.job, "block.0", Kind.PARAM)
-        engine.prefetch("owner", training.job, [("block.1", Kind.PARAM, 1.0)])
+            await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
+        engine.pins.prefetch("owner", training.job, [("block.1", Kind.PARAM, 1.0)])
         while engine.queue.depth:
             await engine.nvme.sync()
         reads.heal()
@@ -117,7 +117,7 @@ async def test_a_file_truncated_behind_the_engine_is_an_error_of_the_shard_not_a
         with engine.nvme.files[0].path.open("r+b") as file:
             file.truncate(0)
         with pytest.raises(DeviceError, match=r"data\.0 ends before byte .*restore it"):
-            await engine.fetch(training.job, "block.0", Kind.PARAM)
+            await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
         with engine.nvme.files[0].path.open("r+b") as file:
             file.truncate(size)
 
@@ -178,7 +178,7 @@ async def test_what_a_failed_sync_of_another_job_covered_is_written_again_elsewh
         failing = asyncio.ensure_future(other.commit(1))
         await asyncio.to_thread(first_began.wait, 20)
         committing = asyncio.ensure_future(committed.commit(1))
-        keeping = asyncio.ensure_future(engine.keep(kept.job, 1, "one"))
+        keeping = asyncio.ensure_future(engine.kept_steps.keep(kept.job, 1, "one"))
         # After this time both have begun to sync, and wait behind the sync that is going to fail.
         await asyncio.sleep(0.1)
         go_on.set()
@@ -225,7 +225,7 @@ async def refuse_by_a_failed_sync(training: Training, monkeypatch: pytest.Monkey
 
 def free_copies(engine: Engine) -> None:
     """Drop the host copies, so that the next reads go to the disk."""
-    for slab in (slab for job in engine.jobs.values() for slab in job.slabs()):
+    for slab in (slab for job in engine.jobs.by_name.values() for slab in job.slabs()):
         if not slab.at_home_in_host:
             engine.host_cache.free_copy(slab)
 

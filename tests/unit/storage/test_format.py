@@ -208,8 +208,8 @@ async def test_a_reader_written_from_the_page_finds_kept_steps(tmp_path: Path) -
         for step in (1, 2, 3):
             await training.hand_over(["trained"])
             await training.commit(step)
-            await engine.keep(training.job, step, f"the {step}.", note="for people")
-        await engine.forget(layout.name, "the 2.")
+            await engine.kept_steps.keep(training.job, step, f"the {step}.", note="for people")
+        await engine.kept_steps.forget(layout.name, "the 2.")
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, layout, [3], idle=["idle"])
     names = {name: f"{layout.name}\n\nthe {name}.\nfor people" for name in (1, 3)}
@@ -282,7 +282,7 @@ async def test_format_5_is_migrated_where_it_is(tmp_path: Path, caplog: pytest.L
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open()
         await training.assert_at(1)
-        await engine.keep(training.job, 1, "first")
+        await engine.kept_steps.keep(training.job, 1, "first")
 
 
 async def test_a_crash_during_the_migration_leaves_format_5(tmp_path: Path) -> None:

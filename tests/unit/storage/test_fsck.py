@@ -27,7 +27,7 @@ async def stored(state_dir: Path, **config: object) -> tuple[int, Path, int]:
     async with opened(state_dir, **ROOMY | config) as engine:
         training = await Training(engine, Layout(precision=DType.BFLOAT16)).begin()
         await training.step()
-        await engine.keep(training.job, 1, "one")
+        await engine.kept_steps.keep(training.job, 1, "one")
         await training.step()
         extent = on_nvme(training.job.slab("block.1", Kind.EXP_AVG).versions[2]).extents[0]
         files = {file.number: file.path for file in engine.nvme.files}

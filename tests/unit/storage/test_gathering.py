@@ -52,11 +52,11 @@ async def commit(engine: Engine, placement: TierName) -> Job:
         groups.append(GroupSpec(name=name, numel=starts[-1], shards=tuple(shards), slabs=slabs))
     await engine.register(job, groups)
     for group in groups:
-        pin = await engine.stage(job, group.name, Kind.PARAM)
+        pin = await engine.pins.stage(job, group.name, Kind.PARAM)
         engine.host.tensor(pin.arena_range, DType.FLOAT32, group.numel)[:] = torch.cat(
             [values(shard.fqn) for shard in group.shards]
         )
-        await engine.publish(pin)
+        await engine.pins.publish(pin)
     await engine.commit(job, 0, {}, 0)
     return job
 
@@ -68,7 +68,7 @@ def values(fqn: str) -> torch.Tensor:
 async def gathered(engine: Engine, job: Job, reader: StepReader, names: str) -> list[InPlace]:
     """Check that the tensors are read as one buffer has them, and return what was read in place."""
     gathering = await Gathering.of(job, [TensorRange(fqn, Kind.PARAM, 0, SIZES[fqn]) for fqn in names])
-    range_ = await engine.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
+    range_ = await engine.step_readers.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
     stored = engine.host.tensor(range_, DType.FLOAT32, gathering.nbytes // 4)
     # All sizes are multiples of 16 bytes, so that one tensor follows the other without a gap.
     assert torch.equal(stored, torch.cat([values(fqn) for fqn in names]))
@@ -87,8 +87,8 @@ async def test_tensors_that_lie_together_are_read_in_place_as_one(
         if is_restarted:
             await stack.aclose()
             engine = await stack.enter_async_context(opened(tmp_path, **ROOM))
-            job = engine.job("job")
-        reader = await engine.open_reader(job)
+            job = engine.jobs.job("job")
+        reader = await engine.step_readers.open(job)
         (whole,) = await gathered(engine, job, reader, "abcd")
         assert (whole.start, whole.at, whole.nbytes) == (0, 0, 3 * BLOCK_BYTES)
         own, unit = await gathered(engine, job, reader, "eabcd")
@@ -104,8 +104,8 @@ async def test_other_tasks_go_on_while_a_large_copy_is_read_and_cannot_evict_it(
 ) -> None:
     async with opened(tmp_path, **ROOM) as engine:
         job = await commit(engine, TierName.NVME)
-        slab, reader = job.slab("own", Kind.PARAM), await engine.open_reader(job)
-        engine.unpin(await engine.fetch(job, "own", Kind.PARAM), 7.0)
+        slab, reader = job.slab("own", Kind.PARAM), await engine.step_readers.open(job)
+        engine.pins.unpin(await engine.pins.fetch(job, "own", Kind.PARAM), 7.0)
         monkeypatch.setattr(storage.reader, "COPIED_AT_ONCE", BLOCK_BYTES // 4)
         # Each item of a walk is a slice of its own.
         monkeypatch.setattr(storage.slices, "SLICE_SECONDS", -1.0)
@@ -130,8 +130,8 @@ async def test_damage_is_found_in_bytes_that_are_read_in_place(tmp_path: Path) -
     async with opened(tmp_path, **ROOM) as engine:
         await commit(engine, TierName.NVME)
     async with opened(tmp_path, **ROOM) as engine:
-        job = engine.job("job")
-        reader = await engine.open_reader(job)
+        job = engine.jobs.job("job")
+        reader = await engine.step_readers.open(job)
         region = reader.regions[job.slab("own", Kind.PARAM)]
         assert isinstance(region, NvmeRegion)
         (extent,) = region.extents

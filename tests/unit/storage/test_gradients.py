@@ -64,7 +64,7 @@ def spilling(engine: Engine) -> Callable[[Gradient], Awaitable[None]]:
 
 async def filled(training: Training, group: str = "a") -> tuple[Gradient, torch.Tensor]:
     """Return a gradient with random values, and the values."""
-    gradient = await training.engine.allocate_gradient(training.job, group)
+    gradient = await training.engine.pending_steps.allocate_gradient(training.job, group)
     values = training.engine.gradients.tensor(gradient).copy_(torch.randn(gradient.numel))
     return gradient, values.clone()
 
@@ -106,7 +106,7 @@ async def test_a_budget_that_holds_one_gradient_trains_any_number_of_groups(tmp_
         room = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 512 * MIB, "gradients_of_a_rank": 1}
         async with opened(tmp_path / str(groups), **room) as engine:
             training = await Training(engine, layout).begin()
-            assert engine.must_park(training.job)
+            assert engine.admission.must_park(training.job)
             for step in (1, 2):
                 gradients = []
                 for group in layout.groups:
@@ -128,7 +128,7 @@ async def test_a_budget_that_holds_one_gradient_trains_any_number_of_groups(tmp_
 async def test_gradients_that_fit_are_not_spilled(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOM) as engine:
         training = await Training(engine, LAYOUT).begin()
-        assert not engine.must_park(training.job)
+        assert not engine.admission.must_park(training.job)
         written = engine.nvme.counters.bytes_written
         gradients = [(await filled(training, group))[0] for group in LAYOUT.groups]
         for gradient in gradients:
@@ -146,16 +146,16 @@ async def test_a_job_is_to_park_only_while_other_jobs_take_the_room(tmp_path: Pa
     other = replace(LAYOUT, name="other", groups=tuple(f"block.{i}" for i in range(12)))
     async with opened(tmp_path, **room) as engine:
         small = await Training(engine, replace(LAYOUT, name="small", groups=("a",))).begin()
-        assert not engine.must_park(small.job)
+        assert not engine.admission.must_park(small.job)
         alone = engine.gradients._room()
         large = await Training(engine, other).begin()
-        assert engine.must_park(small.job) and engine.gradients._room() < alone
+        assert engine.admission.must_park(small.job) and engine.gradients._room() < alone
         await engine.end_run(large.job)
-        assert not engine.must_park(small.job) and engine.gradients._room() == alone
+        assert not engine.admission.must_park(small.job) and engine.gradients._room() == alone
         await large.open()
-        assert engine.must_park(small.job) and engine.gradients._room() < alone
+        assert engine.admission.must_park(small.job) and engine.gradients._room() < alone
         await engine.delete_job(other.name)
-        assert not engine.must_park(small.job) and engine.gradients._room() == alone
+        assert not engine.admission.must_park(small.job) and engine.gradients._room() == alone
 
 
 async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(
@@ -317,7 +317,7 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
         async def keep(gradient: Gradient) -> None:
             kept.append(gradient)
 
-        real = engine.update
+        real = engine.pending_steps.update
         kernels = []
 
         def update(job, step, group, gradient, kernel, **more):  # type: ignore[no-untyped-def]
@@ -325,16 +325,16 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
             return real(job, step, group, gradient, kernel, **(more | {"keeps_gradient": True}))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "update", update)
+            patch.setattr(engine.pending_steps, "update", update)
             await training.hand_over(before_update=keep)
         for gradient in kept:
             engine.gradients.park(gradient)
         await asyncio.sleep(0.05)
         await engine.gradients.close()
         for group, gradient, kernel in kernels:
-            await engine.withdraw(training.job, 1, group)
+            await engine.pending_steps.withdraw(training.job, 1, group)
             again = real(training.job, 1, group, gradient, kernel, keeps_gradient=True)
-            engine.free_gradient(gradient, again)
+            engine.gradients.free_after(again, gradient)
         await training.commit(1)
         await training.assert_at(1)
 
@@ -397,7 +397,7 @@ async def test_a_withdrawn_update_that_was_the_last_use_leaves_its_group_as_it_w
 
         await training.hand_over(before_update=park, is_last_use=True)
         for group in training.layout.groups:
-            await engine.withdraw(training.job, 2, group)
+            await engine.pending_steps.withdraw(training.job, 2, group)
         await training.assert_at(1)
         for gradient in gradients:
             engine.gradients.free(gradient)
@@ -474,7 +474,7 @@ async def test_gradients_placed_on_nvme_leave_host_memory_when_they_are_parked(l
     async with opened(tmp_path, **ROOM) as engine:
         training = await Training(engine, replace(layout, gradients=TierName.NVME)).begin()
         # There is room for all of them.
-        assert not engine.must_park(training.job)
+        assert not engine.admission.must_park(training.job)
         for step in (1, 2):
             await training.hand_over(before_update=spilling(engine))
             await training.commit(step)
@@ -501,7 +501,7 @@ async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memor
         training = await Training(engine, layout).begin()
         await training.hand_over()
         await training.commit(1)
-        admission = engine._job_registry.admission
+        admission = engine.admission
         need = admission._all_need()
         assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, gradient)
         reserved = admission._bytes_of_next_steps(engine.backing.durable)
@@ -515,7 +515,7 @@ async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memor
         assert (need.gradient_bytes, need.all_gradient_bytes) == (gradient, 3 * gradient)
         assert admission._bytes_of_next_steps(engine.backing.durable) == reserved - 2 * gradient
     async with opened(tmp_path, **ROOM, gradients_of_a_rank=1) as engine:
-        job = engine.job(layout.name)
+        job = engine.jobs.job(layout.name)
         assert [job.group(name).gradient_leaves_host for name in layout.groups] == [True, False, True, False]
         assert job.tally.leaving_gradients == [gradient, gradient] and job.tally.gradients == [gradient] * 4
 
@@ -530,8 +530,8 @@ async def test_the_accounts_name_the_holders_of_spilled_gradients(
         await spilling(engine)(gradient)
         region = gradient.region
         assert region is not None
-        _, nvme = await engine.accounts(spilled=lambda: [region])
+        _, nvme = await engine.accountant.take(spilled=lambda: [region])
         assert nvme.held_bytes[Holder.LEASES] == gradient.nbytes and nvme.is_balanced
-        _, nvme = await engine.accounts()
+        _, nvme = await engine.accountant.take()
         assert nvme.held_bytes[Holder.UNDER_WAY] == gradient.nbytes and nvme.unexplained_bytes == 0
         engine.gradients.free(gradient)

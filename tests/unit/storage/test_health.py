@@ -35,12 +35,12 @@ async def test_a_stuck_read_ends_the_fetch_and_names_the_device(
             with pytest.raises(
                 DeviceStuckError, match=rf"{tmp_path}/data\.0: the device has not answered for [\d.]+ s"
             ):
-                await engine.fetch(training.job, "block.0", Kind.PARAM)
+                await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
             problems = engine.backing.problems_of(engine.nvme)
             assert [problem.split(":")[0] for problem in problems] == [f"{tmp_path}/data.0"]
             # This raises at once, because the device is known to be stuck.
             with pytest.raises(DeviceStuckError):
-                await engine.fetch(training.job, "block.1", Kind.PARAM)
+                await engine.pins.fetch(training.job, "block.1", Kind.PARAM)
         await recovered(training)
         assert "answers again" in caplog.text
         await training.assert_goes_on_from(0)

@@ -41,7 +41,7 @@ async def stored_units(state_dir: Path, *, room: int) -> AsyncIterator[Training]
         free = engine.host.budget_bytes - engine.host.used_bytes
         filler = await engine.host.allocate(free - room * UNIT_BYTES)
         yield training
-        engine.end_prefetch(OWNER)
+        engine.queue.replace_window(OWNER, [])
         while engine.queue.depth:
             await asyncio.sleep(0.001)
         engine.host.free(filler)
@@ -94,10 +94,10 @@ class Rank:
         await self._prefetch(held_bytes=0)
         for unit in order:
             index = UNITS.index(unit)
-            pin = await engine.fetch(job, unit, Kind.PARAM, float(self._trace.use(index)))
+            pin = await engine.pins.fetch(job, unit, Kind.PARAM, float(self._trace.use(index)))
             await self._prefetch(held_bytes=UNIT_BYTES)
             next_use = self._trace.next_use(index)
-            engine.unpin(pin, NEVER if next_use is None else float(next_use))
+            engine.pins.unpin(pin, NEVER if next_use is None else float(next_use))
         self._trace.end()
         return engine.host.counters.hits - before
 
@@ -110,7 +110,7 @@ class Rank:
             return
         soon = itertools.islice(self._trace.upcoming(), self._window)
         wants = [(UNITS[index], Kind.PARAM, float(position)) for index, position in soon]
-        self._training.engine.prefetch(OWNER, self._training.job, wants)
+        self._training.engine.pins.prefetch(OWNER, self._training.job, wants)
         if self._patient:
             await self._arrived(held_bytes)
 
@@ -128,8 +128,8 @@ async def hits_of(training: Training, period: Sequence[str], cycles: int) -> int
     engine, order = training.engine, [*period] * cycles
     endless = [*order, *period]
     for position, unit in enumerate(order):
-        pin = await engine.fetch(training.job, unit, Kind.PARAM, float(position))
-        engine.unpin(pin, float(endless.index(unit, position + 1)))
+        pin = await engine.pins.fetch(training.job, unit, Kind.PARAM, float(position))
+        engine.pins.unpin(pin, float(endless.index(unit, position + 1)))
     return engine.host.counters.hits
 
 
@@ -199,7 +199,7 @@ async def test_demands_that_race_with_their_own_prefetches_in_a_wrong_order_all_
         rank = Rank(training, window=8, patient=False)
         for _ in range(10):
             await rank.cycle(rng.choices(UNITS, k=20))
-        training.engine.end_prefetch(OWNER)
+        training.engine.queue.replace_window(OWNER, [])
         await training.assert_at(0)
 
 
@@ -209,13 +209,13 @@ async def test_a_pinned_copy_stays_whatever_is_fetched_and_the_rest_is_placed_as
     room, others = 6, UNITS[1:]
     async with stored_units(tmp_path, room=room) as training:
         engine = training.engine
-        pin = await engine.fetch(training.job, UNITS[0], Kind.PARAM)
+        pin = await engine.pins.fetch(training.job, UNITS[0], Kind.PARAM)
         before = bytes(engine.host.view(pin.arena_range))
         hits = await hits_of(training, others, CYCLES)
         assert hits == optimal_hits(others * CYCLES, room - 1)
         await Rank(training, window=8, patient=False).cycles(others, 3)
         assert pin.slab.copy is pin.copy and bytes(engine.host.view(pin.arena_range)) == before
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
 
 
 @pytest.mark.parametrize("seed", range(3))

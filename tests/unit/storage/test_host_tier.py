@@ -196,8 +196,8 @@ async def test_stagings_and_gradients_that_find_no_room_are_refused_and_leave_no
         training = await Training(engine, layout).open(must_exist=False)
         filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
         for attempt in (
-            engine.stage(training.job, "block", Kind.PARAM),
-            engine.allocate_gradient(training.job, "block"),
+            engine.pins.stage(training.job, "block", Kind.PARAM),
+            engine.pending_steps.allocate_gradient(training.job, "block"),
         ):
             with pytest.raises(BudgetExceededError, match=r"had no room for [\d.]+ [KM]iB for 0\.05 s"):
                 await attempt

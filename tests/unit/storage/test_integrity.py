@@ -38,11 +38,11 @@ async def is_damaged(engine: Engine, training: Training, slab: Slab) -> bool:
     """Read a slab from NVMe, as a whole and in an update's tiles; return whether it is damaged. Errors must name it."""
     engine.host_cache.free_copy(slab)
     try:
-        pin = await engine.fetch(training.job, slab.key.group, slab.key.kind)
+        pin = await engine.pins.fetch(training.job, slab.key.group, slab.key.kind)
     except DataLossError as error:
         assert f"{slab.key} at step" in str(error)
         return True
-    engine.unpin(pin)
+    engine.pins.unpin(pin)
     return False
 
 
@@ -216,10 +216,10 @@ async def test_a_store_with_a_damaged_catalog_is_refused_or_has_exactly_what_was
             refused += 1
             continue
         try:
-            held = {name: sorted(job.retained) for name, job in engine.jobs.items()}
+            held = {name: sorted(job.retained) for name, job in engine.jobs.by_name.items()}
             assert held == {"steps": [5, 6], "snapshots": [6]}, kind
-            for slab in (slab for job in engine.jobs.values() for slab in job.slabs() if slab.versions):
-                engine.unpin(await engine.fetch(engine.job(slab.key.job), slab.key.group, slab.key.kind))
+            for slab in (slab for job in engine.jobs.by_name.values() for slab in job.slabs() if slab.versions):
+                engine.pins.unpin(await engine.pins.fetch(engine.jobs.job(slab.key.job), slab.key.group, slab.key.kind))
         finally:
             await engine.close()
     assert 10 < refused < 40

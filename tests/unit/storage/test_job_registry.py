@@ -229,7 +229,7 @@ async def test_opening_keeps_the_resume_policies(tmp_path: Path) -> None:
         job = await engine.open_job(spec, may_exist=True, must_exist=True)
         assert job.newest == 0
         with pytest.raises(NotFoundError, match=r"no job 'jib'$"):
-            engine.job("jib")
+            engine.jobs.job("jib")
 
 
 async def test_a_job_that_committed_nothing_is_begun_anew(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ async def test_placements_can_change_between_runs(tmp_path: Path, to_host: bool)
         training = await Training(engine, after).open()
         await training.assert_goes_on_from(1)
     async with opened(tmp_path) as engine:
-        placements = {slab.spec.placement for slab in engine.job("job").slabs()}
+        placements = {slab.spec.placement for slab in engine.jobs.job("job").slabs()}
         assert placements == {TierName.HOST if to_host else TierName.NVME}
         await (await Training(engine, after).open()).assert_at(2)
 
@@ -337,7 +337,7 @@ async def test_a_deleted_job_leaves_no_byte_behind(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match="no job"):
             await engine.delete_job("job")
     async with opened(tmp_path) as engine:
-        assert engine.jobs == {}
+        assert engine.jobs.by_name == {}
 
 
 GOOD = GroupSpec(

@@ -40,7 +40,7 @@ ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
 async def assert_kept(engine: Engine, kept: Job, layout: Layout, idle: str | None = None) -> None:
     """Check that every tensor of every kind of a kept step is that of torch; group `idle` is as in step 0."""
     training = Training(engine, layout)
-    reader = await engine.open_reader(kept)
+    reader = await engine.step_readers.open(kept)
     try:
         for (group, fqn, kind), _ in training.reference.states(reader.step).items():
             expected = training.reference.states(0 if group == idle else reader.step)[group, fqn, kind]
@@ -53,7 +53,7 @@ async def assert_kept(engine: Engine, kept: Job, layout: Layout, idle: str | Non
 
 
 async def kept_alone(engine: Engine) -> int:
-    return (await engine.accounts())[-1].held_bytes.get(Holder.KEPT, 0)
+    return (await engine.accountant.take())[-1].held_bytes.get(Holder.KEPT, 0)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -62,25 +62,25 @@ async def test_it_has_torchs_bits_while_training_goes_on_and_after_a_restart(tmp
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.keep(training.job, 1, "one", note="a note")
+        await engine.kept_steps.keep(training.job, 1, "one", note="a note")
         for _ in range(3):
             await training.step()
-        kept = await engine.keep(training.job, None, "four")
+        kept = await engine.kept_steps.keep(training.job, None, "four")
         assert (kept.newest, kept.spec.kept, kept.spec.note) == (4, "four", "")
         await training.step()
         await quiesce(engine)
         await training.assert_at(5)
     async with opened(tmp_path, **ROOMY) as engine:
-        assert sorted(engine.kept_steps("job")) == ["four", "one"]
-        assert ("job" in engine.jobs) == (name != "memory")
-        for kept in engine.kept_steps("job").values():
+        assert sorted(engine.jobs.kept_steps("job")) == ["four", "one"]
+        assert ("job" in engine.jobs.by_name) == (name != "memory")
+        for kept in engine.jobs.kept_steps("job").values():
             await assert_kept(engine, kept, layout)
-        assert engine.kept_step("job", "one").spec.note == "a note"
+        assert engine.kept_steps.find("job", "one").spec.note == "a note"
         # Nothing is left of the job once it is deleted, whether or not a commit of it was durable.
         await engine.delete_job("job")
-        assert (engine.nvme.used_bytes, list(engine.jobs_with_kept_steps)) == (0, [])
+        assert (engine.nvme.used_bytes, list(engine.jobs.kept)) == (0, [])
     async with opened(tmp_path, **ROOMY) as engine:
-        assert not engine.jobs and not list(engine.jobs_with_kept_steps)
+        assert not engine.jobs.by_name and not list(engine.jobs.kept)
 
 
 async def test_keeping_copies_nothing_and_forgetting_frees_what_nothing_else_needs(tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ async def test_keeping_copies_nothing_and_forgetting_frees_what_nothing_else_nee
             await training.hand_over(["trained"])
             await training.commit(step)
             written, used = engine.nvme.counters.bytes_written, engine.nvme.used_bytes
-            await engine.keep(training.job, step, str(step))
+            await engine.kept_steps.keep(training.job, step, str(step))
             assert (engine.nvme.counters.bytes_written, engine.nvme.used_bytes) == (written, used)
-        sizes = await engine.kept_sizes("job")
+        sizes = await engine.kept_steps.sizes("job")
         of_one_group = sum(slab.paged_bytes for slab in training.job.group("trained").slabs)
         # The job has the bytes of step 3 and of the group that no step has changed.
         assert [sizes[name].alone_bytes for name in "123"] == [of_one_group, of_one_group, 0]
         assert await kept_alone(engine) == 2 * of_one_group
-        await engine.forget("job", "1")
+        await engine.kept_steps.forget("job", "1")
         assert engine.nvme.used_bytes == used - of_one_group
     async with opened(tmp_path, **ROOMY) as engine:
         assert engine.nvme.used_bytes == used - of_one_group
@@ -106,11 +106,11 @@ async def test_keeping_copies_nothing_and_forgetting_frees_what_nothing_else_nee
         await training.hand_over(["trained", "idle"])
         await training.commit(4)
         for name in "23":
-            await assert_kept(engine, engine.kept_step("job", name), layout, idle="idle")
-        await engine.forget("job", "3")
-        await assert_kept(engine, engine.kept_step("job", "2"), layout, idle="idle")
-        reader = await engine.open_reader(engine.kept_step("job", "2"))
-        await engine.forget("job", "2")
+            await assert_kept(engine, engine.kept_steps.find("job", name), layout, idle="idle")
+        await engine.kept_steps.forget("job", "3")
+        await assert_kept(engine, engine.kept_steps.find("job", "2"), layout, idle="idle")
+        reader = await engine.step_readers.open(engine.kept_steps.find("job", "2"))
+        await engine.kept_steps.forget("job", "2")
         # The reader still holds the step that is forgotten.
         assert reader.nbytes > 0 and await kept_alone(engine) == 0
         reader.close()
@@ -123,17 +123,17 @@ async def test_a_roll_back_and_a_new_layout_leave_it_whole(tmp_path: Path) -> No
         training = await Training(engine, layout).begin()
         await training.step()
         await training.step(settled=1)
-        await engine.keep(training.job, 2, "two")
+        await engine.kept_steps.keep(training.job, 2, "two")
         await engine.roll_back(training.job, 1)
-        await assert_kept(engine, engine.kept_step("job", "two"), layout)
+        await assert_kept(engine, engine.kept_steps.find("job", "two"), layout)
         await training.step()
         # The step has the same number and the same values as the kept one, and is another version.
         with pytest.raises(AlreadyExistsError, match="keeps step 2 under the name 'two'"):
-            await engine.keep(training.job, 2, "two")
-        again = await engine.keep(training.job, 2, "two again")
+            await engine.kept_steps.keep(training.job, 2, "two")
+        again = await engine.kept_steps.keep(training.job, 2, "two again")
         await training.step()
         await assert_kept(engine, again, layout)
-        await assert_kept(engine, engine.kept_step("job", "two"), layout)
+        await assert_kept(engine, engine.kept_steps.find("job", "two"), layout)
 
 
 async def test_what_cannot_be_kept_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -141,21 +141,21 @@ async def test_what_cannot_be_kept_is_refused_and_changes_nothing(tmp_path: Path
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.keep(training.job, 1, "one")
-        assert (await engine.keep(training.job, 1, "one")) is engine.kept_step("job", "one")
+        await engine.kept_steps.keep(training.job, 1, "one")
+        assert (await engine.kept_steps.keep(training.job, 1, "one")) is engine.kept_steps.find("job", "one")
         await training.step()
         with pytest.raises(AlreadyExistsError, match="job 'job' keeps step 1 under the name 'one'"):
-            await engine.keep(training.job, 2, "one")
+            await engine.kept_steps.keep(training.job, 2, "one")
         with pytest.raises(NotFoundError, match="does not hold step 7; it holds: 2"):
-            await engine.keep(training.job, 7, "seven")
+            await engine.kept_steps.keep(training.job, 7, "seven")
         with pytest.raises(NotFoundError, match="keeps no step under the name 'two'"):
-            await engine.forget("job", "two")
+            await engine.kept_steps.forget("job", "two")
         with pytest.raises(InvalidRequestError, match="line feed"):
-            await engine.keep(training.job, 2, "a\nb")
+            await engine.kept_steps.keep(training.job, 2, "a\nb")
         new = await engine.open_job(Layout(name="new").job(), may_exist=True, must_exist=False)
         with pytest.raises(ConflictError, match="job 'new' has no committed step yet"):
-            await engine.keep(new, None, "none")
-        assert list(engine.kept_steps("job")) == ["one"]
+            await engine.kept_steps.keep(new, None, "none")
+        assert list(engine.jobs.kept_steps("job")) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["nvme", "host", "memory"])
@@ -175,15 +175,15 @@ async def test_a_step_that_does_not_fit_beside_the_next_ones_is_refused_with_the
         with pytest.raises(BudgetExceededError, match=f"cannot be kept: nvme_budget {shown_size(budget)}"):
             while kept < 20:
                 await training.step()
-                await engine.keep(training.job, None, str(kept))
+                await engine.kept_steps.keep(training.job, None, str(kept))
                 kept += 1
-        assert 2 <= kept == len(engine.kept_steps("job")) <= budget // version_bytes - steps
+        assert 2 <= kept == len(engine.jobs.kept_steps("job")) <= budget // version_bytes - steps
         # The job always finds the room for its next steps.
         for _ in range(3):
             await training.step()
         await training.assert_at(training.job.newest or 0)
-        await engine.forget("job", "0")
-        await engine.keep(training.job, None, "instead")
+        await engine.kept_steps.forget("job", "0")
+        await engine.kept_steps.keep(training.job, None, "instead")
         for _ in range(2):
             await training.step()
 
@@ -197,12 +197,12 @@ async def test_kept_steps_count_for_a_limit_of_their_job(tmp_path: Path) -> None
             return [Limit(what="the quota", covers=lambda _: True, nvme_bytes=versions * training.version_bytes)]
 
         # The next steps need two versions, and each kept step is one more.
-        await engine.keep(training.job, 1, "one", limits=limits(3))
+        await engine.kept_steps.keep(training.job, 1, "one", limits=limits(3))
         await training.step()
         with pytest.raises(BudgetExceededError, match=r"step 2 of job 'job' cannot be kept: the quota, nvme_bytes = "):
-            await engine.keep(training.job, 2, "two", limits=limits(3))
-        assert list(engine.kept_steps("job")) == ["one"]
-        await engine.keep(training.job, 2, "two", limits=limits(4))
+            await engine.kept_steps.keep(training.job, 2, "two", limits=limits(3))
+        assert list(engine.jobs.kept_steps("job")) == ["one"]
+        await engine.kept_steps.keep(training.job, 2, "two", limits=limits(4))
         with pytest.raises(BudgetExceededError, match="forget kept steps"):
             await engine.register(training.job, [LAYOUTS["nvme"].group("block.0")], limits(3))
         await engine.register(training.job, [LAYOUTS["nvme"].group("block.0")], limits(4))
@@ -220,19 +220,19 @@ async def test_a_catalog_that_fails_keeps_nothing_and_the_space_is_free_again(tm
         failpoints.install(fail)
         try:
             with pytest.raises(DeviceError, match="the disk is gone"):
-                await engine.keep(training.job, 1, "one")
+                await engine.kept_steps.keep(training.job, 1, "one")
         finally:
             failpoints.install(None)
         await training.step()
-        assert engine.nvme.used_bytes == used and not engine.kept_steps("job")
-        await engine.keep(training.job, 2, "two")
+        assert engine.nvme.used_bytes == used and not engine.jobs.kept_steps("job")
+        await engine.kept_steps.keep(training.job, 2, "two")
         failpoints.install(fail)
         try:
             with pytest.raises(DeviceError, match="the disk is gone"):
-                await engine.forget("job", "two")
+                await engine.kept_steps.forget("job", "two")
         finally:
             failpoints.install(None)
-        await assert_kept(engine, engine.kept_step("job", "two"), LAYOUTS["memory"])
+        await assert_kept(engine, engine.kept_steps.find("job", "two"), LAYOUTS["memory"])
 
 
 async def test_a_sync_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ async def test_a_sync_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pyte
         await training.step()
         fault.fail(DeviceError("input/output error"))
         with pytest.raises(DeviceError):
-            await engine.keep(training.job, 1, "one")
+            await engine.kept_steps.keep(training.job, 1, "one")
         fault.heal()
-        assert not engine.kept_steps("job")
+        assert not engine.jobs.kept_steps("job")
         # The bytes that were written before the failure are doubtful, so the engine writes them again.
-        await engine.keep(training.job, 1, "one")
+        await engine.kept_steps.keep(training.job, 1, "one")
     async with opened(tmp_path, **ROOMY) as engine:
-        await assert_kept(engine, engine.kept_step("job", "one"), LAYOUTS["memory"])
+        await assert_kept(engine, engine.kept_steps.find("job", "one"), LAYOUTS["memory"])
 
 
 async def test_a_cancelled_request_leaves_a_kept_step_or_nothing(tmp_path: Path) -> None:
@@ -256,17 +256,17 @@ async def test_a_cancelled_request_leaves_a_kept_step_or_nothing(tmp_path: Path)
         training = await Training(engine, LAYOUTS["host"]).begin()
         for turns in range(0, 40, 4):
             await training.step()
-            keeping = asyncio.ensure_future(engine.keep(training.job, None, str(turns)))
+            keeping = asyncio.ensure_future(engine.kept_steps.keep(training.job, None, str(turns)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             keeping.cancel()
             await asyncio.wait([keeping])
         await training.step()
-        await engine._kept_steps.close()
-        for kept in engine.kept_steps("job").values():
+        await engine.kept_steps.close()
+        for kept in engine.jobs.kept_steps("job").values():
             await assert_kept(engine, kept, LAYOUTS["host"])
         holders: dict[Region, int] = {}
-        for job in (training.job, *engine.kept_steps("job").values()):
+        for job in (training.job, *engine.jobs.kept_steps("job").values()):
             for slab in job.slabs():
                 for region in slab.versions.values():
                     holders[region] = holders.get(region, 0) + 1

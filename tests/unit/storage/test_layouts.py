@@ -84,12 +84,12 @@ async def fill(engine: Engine, source: StepReader, job: Job, groups: Sequence[Gr
         for kind, slab in group.slab_of_kind.items():
             if kind is Kind.GRAD:
                 continue
-            pin = await engine.stage(job, group.name, kind)
+            pin = await engine.pins.stage(job, group.name, kind)
             target = engine.host.tensor(pin.arena_range, slab.dtype, group.numel).zero_()
             for shard in group.shards:
                 data = await piece(source, shard.fqn, kind, shard.offset, shard.numel)
                 target[shard.group_offset :][: shard.numel] = torch.frombuffer(data, dtype=slab.dtype.torch)
-            await engine.publish(pin)
+            await engine.pins.publish(pin)
 
 
 async def piece(source: StepReader, fqn: str, kind: Kind, offset: int, numel: int) -> bytearray:
@@ -98,7 +98,7 @@ async def piece(source: StepReader, fqn: str, kind: Kind, offset: int, numel: in
 
 async def begin_filled(training: Training, spec: JobSpec) -> tuple[Job, int]:
     """Begin and fill another layout of a training's job. Return it and its first step, which is not committed."""
-    source = await training.engine.open_reader(training.job)
+    source = await training.engine.step_readers.open(training.job)
     job = await begin(training, spec)
     await fill(training.engine, source, job, halves(training.layout))
     source.close()
@@ -114,7 +114,7 @@ async def lay_out(training: Training, spec: JobSpec, *, settled: int | None = No
 
 async def assert_holds(engine: Engine, job: Job, layout: Layout, trained: int) -> None:
     """Check that all tensors of a job's newest step are those of torch after `trained` steps, bit for bit."""
-    reader = await engine.open_reader(job, unsettled=True)
+    reader = await engine.step_readers.open(job, unsettled=True)
     for (_, fqn, kind), expected in Training(engine, layout).reference.states(trained).items():
         data = await piece(reader, fqn, kind, 0, len(expected))
         assert torch.equal(torch.frombuffer(data, dtype=layout.dtype(kind).torch), expected), f"{fqn} {kind}"
@@ -134,12 +134,12 @@ async def test_a_job_goes_on_in_another_layout_with_the_same_bits(tmp_path: Path
             await training.step()
         await engine.end_run(training.job)
         job = await lay_out(training, spec_of(layout))
-        assert (engine.job("job"), engine.layouts("job")) == (job, [job])
+        assert (engine.jobs.job("job"), engine.jobs.layouts("job")) == (job, [job])
         assert (job.newest, job.settled, training.job.successor) == (4, 4, job)
         await assert_holds(engine, job, layout, trained=3)
     async with opened(tmp_path, **ROOMY) as engine:
-        assert list(engine.jobs) == ([] if name == "memory" else ["job"])
-        for job in engine.jobs.values():
+        assert list(engine.jobs.by_name) == ([] if name == "memory" else ["job"])
+        for job in engine.jobs.by_name.values():
             assert (job.spec.layout, job.spec.world_size, job.newest) == ("halves", 2, 4)
             assert job.retained[4].client_states == {0: b"carried over"}
             assert engine.nvme.used_bytes == nvme_bytes(job)
@@ -176,10 +176,10 @@ async def test_a_crash_leaves_the_former_layout_or_the_new_one_whole(tmp_path: P
     interesting = [images[0], images[flip - 1], images[flip], images[-1]]
     for index, (reached, image) in enumerate(interesting):
         async with opened(image, **ROOMY) as engine:
-            job = engine.job("job")
+            job = engine.jobs.job("job")
             expected = ("", 4) if index < 2 else ("halves", 5)
             assert (job.spec.layout, job.newest) == expected, reached
-            assert len(engine.layouts("job")) == (2 if index == 2 else 1)
+            assert len(engine.jobs.layouts("job")) == (2 if index == 2 else 1)
             await assert_holds(engine, job, layout, trained=4)
 
 
@@ -191,10 +191,10 @@ async def test_the_former_layout_stays_until_all_ranks_everywhere_have_the_new_o
         await engine.end_run(training.job)
         former = training.job
         job = await lay_out(training, spec_of(layout, ranks=1), settled=1)
-        assert engine.layouts("job") == [former, job]
+        assert engine.jobs.layouts("job") == [former, job]
         assert engine.nvme.used_bytes == nvme_bytes(former) + nvme_bytes(job)
     async with opened(tmp_path, **ROOMY) as engine:
-        former, job = engine.layouts("job")
+        former, job = engine.jobs.layouts("job")
         assert [(j.spec.layout, j.newest) for j in (former, job)] == [("", 1), ("halves", 2)]
         for held in (former, job):
             await assert_holds(engine, held, layout, trained=1)
@@ -202,7 +202,7 @@ async def test_the_former_layout_stays_until_all_ranks_everywhere_have_the_new_o
         job = await engine.open_job(spec_of(layout, "unused", ranks=1), may_exist=True, must_exist=True)
         await engine.register(job, halves(layout))
         await engine.commit(job, 3, {0: b""}, 2)
-        assert engine.layouts("job") == [job]
+        assert engine.jobs.layouts("job") == [job]
         assert engine.nvme.used_bytes == nvme_bytes(job)
         await engine.end_run(job)
 
@@ -214,7 +214,7 @@ async def test_what_is_not_committed_is_discarded_and_the_job_is_as_it_was(tmp_p
         await training.step()
         before = engine.nvme.used_bytes
         for end in ("end the run", "open", "lay out", "delete"):
-            source = await engine.open_reader(engine.job("job"))
+            source = await engine.step_readers.open(engine.jobs.job("job"))
             job = await begin(training, spec_of(layout))
             await fill(engine, source, job, halves(layout)[:1])
             source.close()
@@ -224,7 +224,7 @@ async def test_what_is_not_committed_is_discarded_and_the_job_is_as_it_was(tmp_p
             elif end == "open":
                 await training.open()
             elif end == "lay out":
-                await engine.lay_out(engine.job("job"), spec_of(layout, "other"), 7)
+                await engine.lay_out(engine.jobs.job("job"), spec_of(layout, "other"), 7)
             if end == "delete":
                 await engine.delete_job("job")
                 assert engine.nvme.used_bytes == 0
@@ -232,7 +232,7 @@ async def test_what_is_not_committed_is_discarded_and_the_job_is_as_it_was(tmp_p
             assert engine.nvme.used_bytes == before
             await training.open()
             await training.assert_at(1)
-            assert engine.layouts("job") == [training.job]
+            assert engine.jobs.layouts("job") == [training.job]
         await training.begin()
         await training.step()
         await training.assert_at(1)
@@ -244,7 +244,7 @@ async def test_a_reader_of_the_former_layout_survives_it(tmp_path: Path) -> None
         training = await Training(engine, layout).begin()
         await training.step()
         await engine.end_run(training.job)
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         job = await lay_out(training, spec_of(layout))
         for (_, fqn, kind), expected in training.reference.states(1).items():
             data = await piece(reader, fqn, kind, 0, len(expected))
@@ -294,9 +294,9 @@ async def test_a_former_layout_that_cannot_be_freed_is_freed_by_the_next_commit(
 
             patch.setattr(catalog, "delete_jobs", refuse)
             job = await lay_out(training, spec_of(layout))
-        assert len(engine.layouts("job")) == 2 and job.newest == 2
+        assert len(engine.jobs.layouts("job")) == 2 and job.newest == 2
         await engine.commit(job, 3, {0: b""}, 3)
-        assert engine.layouts("job") == [job]
+        assert engine.jobs.layouts("job") == [job]
         await engine.end_run(job)
 
 
@@ -353,12 +353,12 @@ async def test_a_layout_whose_first_commit_is_under_way_is_there_for_the_next_ru
             assert again is job and job.newest == 2
         while job.older:
             await asyncio.sleep(0.001)
-        assert engine.layouts("job") == [job]
+        assert engine.jobs.layouts("job") == [job]
         assert engine.nvme.used_bytes == nvme_bytes(job)
         await assert_holds(engine, job, LAYOUTS["nvme"], trained=1)
         await engine.end_run(job)
     async with opened(tmp_path, **ROOMY) as engine:
-        (job,) = engine.layouts("job")
+        (job,) = engine.jobs.layouts("job")
         assert (job.spec.layout, job.newest) == ("halves", 2)
         await assert_holds(engine, job, LAYOUTS["nvme"], trained=1)
 
@@ -372,9 +372,9 @@ async def test_a_job_is_deleted_with_the_layout_whose_first_commit_is_under_way(
             await asyncio.sleep(0.02)
             go_on.set()
             await deleting
-        assert not engine.jobs and engine.nvme.used_bytes == 0
+        assert not engine.jobs.by_name and engine.nvme.used_bytes == 0
     async with opened(tmp_path, **ROOMY) as engine:
-        assert not engine.jobs and engine.nvme.used_bytes == 0
+        assert not engine.jobs.by_name and engine.nvme.used_bytes == 0
 
 
 async def test_a_store_that_joins_begins_with_the_step_of_the_others(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ async def test_a_store_that_joins_begins_with_the_step_of_the_others(tmp_path: P
         with pytest.raises(ConflictError, match="has no initial values; publish them before step 8 is committed"):
             await engine.commit(job, 8, {0: b""}, 7)
         await engine.end_run(job)
-        assert not engine.jobs
+        assert not engine.jobs.by_name
 
 
 async def test_a_layout_has_a_name_of_its_own(tmp_path: Path) -> None:

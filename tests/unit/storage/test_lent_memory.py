@@ -98,7 +98,7 @@ async def test_a_loan_ends_while_a_prefetch_waits_for_more_room_than_it_frees(tm
         held = []
         while range_ := engine.host.allocate_free(SEGMENT_BYTES):
             held.append(range_)
-        engine.prefetch("rank", training.job, [("block.0", Kind.PARAM, 1)])
+        engine.pins.prefetch("rank", training.job, [("block.0", Kind.PARAM, 1)])
         # Three segments are free that are no neighbours, and the prefetch needs six in a row.
         for range_ in held[:6:2]:
             engine.host.free(range_)
@@ -165,13 +165,13 @@ async def test_the_limits_hold_for_all_for_one_borrower_and_when_they_change(tmp
 async def test_own_bytes_come_first_and_no_copy_is_evicted_for_a_loan(tmp_path: Path) -> None:
     async with opened(tmp_path, lend_bytes=4 * MIB) as engine:
         training = await Training(engine, Layout()).begin()
-        pin = await training.engine.fetch(training.job, "block.0", Kind.PARAM)
-        engine.unpin(pin)
+        pin = await training.engine.pins.fetch(training.job, "block.0", Kind.PARAM)
+        engine.pins.unpin(pin)
         loan, kept = loan_of(engine, 4 * MIB), 0
         while loan.keep(kept * MIB, DATA):
             kept += 1
         assert kept and pin.slab.current_copy is pin.copy
-        host = (await engine.accounts())[0]
+        host = (await engine.accountant.take())[0]
         assert host.held_bytes[Holder.LENT] == kept * MIB and host.is_balanced
         # A range that needs all free room and one lent segment is granted at once, and evicts nothing.
         range_ = engine.host.try_allocate(MIB, NEVER)

@@ -45,10 +45,10 @@ async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME,
     job = await engine.open_job(spec(count, every_steps), may_exist=True, must_exist=False)
     await engine.register(job, [group(n, placement) for n in range(count)])
     for number in range(count):
-        pin = await engine.stage(job, str(number), Kind.PARAM)
+        pin = await engine.pins.stage(job, str(number), Kind.PARAM)
         values = torch.arange(number * SHARD, (number + 1) * SHARD)
         engine.host.tensor(pin.arena_range, DType.FLOAT32, SHARD)[:] = values
-        await engine.publish(pin)
+        await engine.pins.publish(pin)
     await engine.commit(job, 0, {}, 0)
     return job
 
@@ -56,16 +56,16 @@ async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME,
 async def put_one(engine: Engine, job: Job, number: int, value: float) -> None:
     """Commit one more step, which sets one shard to a value."""
     step = job.next_step
-    range_ = await engine.allocate_put(job, step, str(number), Kind.PARAM)
+    range_ = await engine.pending_steps.allocate_put(job, step, str(number), Kind.PARAM)
     engine.host.tensor(range_, DType.FLOAT32, SHARD)[:] = value
-    await engine.put(job, step, str(number), Kind.PARAM, range_)
+    await engine.pending_steps.put(job, step, str(number), Kind.PARAM, range_)
     await engine.commit(job, step, {}, step)
 
 
 async def whole(engine: Engine, job: Job, count: int) -> torch.Tensor:
     """Return the tensor as a reader of the newest step reads it."""
-    reader = await engine.open_reader(job)
-    range_ = await engine.load(
+    reader = await engine.step_readers.open(job)
+    range_ = await engine.step_readers.load(
         job, count * SHARD * 4, lambda view: reader.fill("whole", Kind.PARAM, 0, count * SHARD, view)
     )
     values = engine.host.tensor(range_, DType.FLOAT32, count * SHARD).clone()
@@ -94,8 +94,8 @@ async def describe_one(engine: Engine, job: Job) -> None:
 
 async def roll_back_one(engine: Engine, job: Job) -> None:
     step = job.next_step
-    range_ = await engine.allocate_put(job, step, "7", Kind.PARAM)
-    await engine.put(job, step, "7", Kind.PARAM, range_)
+    range_ = await engine.pending_steps.allocate_put(job, step, "7", Kind.PARAM)
+    await engine.pending_steps.put(job, step, "7", Kind.PARAM, range_)
     assert job.newest is not None
     await engine.roll_back(job, job.newest)
 
@@ -167,7 +167,7 @@ async def test_a_few_of_many_groups_change_and_all_are_right_through_restarts(
             assert len(job.tally.changed) <= 2
     if every_steps:
         async with opened(tmp_path, **ROOM) as engine:
-            job = engine.job(f"of {MANY}")
+            job = engine.jobs.job(f"of {MANY}")
             check_tally(job)
             assert len(job.tally.changed) <= 2
             assert torch.equal(await whole(engine, job, MANY), expected)
@@ -180,10 +180,10 @@ async def test_what_the_budgets_must_hold_is_that_of_all_slabs(tmp_path: Path) -
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
         # The committed version is there already. The pending version of each slab needs one more page.
-        assert engine._job_registry.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
+        assert engine.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
         assert Counter(job.tally.passing) == {PAGE_BYTES: FEW} and job.tally.home_bytes == 0
         await put_one(engine, job, 3, 1.0)
-        assert engine._job_registry.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
+        assert engine.admission._bytes_of_next_steps(engine.nvme) == FEW * PAGE_BYTES
         await engine.register(job, [group(n, TierName.HOST) for n in range(10)])
         assert job.tally.home_bytes == 10 * PAGE_BYTES and len(job.tally.passing) == FEW - 10
         check_tally(job)
@@ -193,13 +193,13 @@ async def test_ranges_that_are_gathered_equal_those_that_are_read_one_by_one(tmp
     """The ranges are in one shard or in several, in any order, some of them repeated. Each begins at 16 * n bytes."""
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
-        reader = await engine.open_reader(job)
+        reader = await engine.step_readers.open(job)
         await put_one(engine, job, 3, 1.0)
         ranges = [
             TensorRange("whole", Kind.PARAM, *r) for r in ((50, 3), (0, 1), (10, 100), (799, 1), (3, 17), (50, 3))
         ]
         gathering = await Gathering.of(job, ranges)
-        gathered = await engine.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
+        gathered = await engine.step_readers.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
         stored, at = engine.host.tensor(gathered, DType.FLOAT32, gathering.nbytes // 4), 0
         for range_ in ranges:
             expected = torch.arange(range_.offset, range_.offset + range_.numel, dtype=torch.float32)

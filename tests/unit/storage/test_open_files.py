@@ -29,7 +29,7 @@ async def test_nothing_is_committed_while_a_file_is_not_in_its_place(
         with pytest.raises(DeviceError, match=rf"{path} does not lead to the file that this daemon has open any more"):
             await training.commit(1)
         with pytest.raises(DeviceError, match=str(path)):
-            await engine.keep(training.job, 0, "first")
+            await engine.kept_steps.keep(training.job, 0, "first")
         # Reads use the file that is open.
         await training.assert_at(0, as_of=0)
         away.rename(path)
@@ -46,7 +46,7 @@ async def test_a_removed_file_is_noticed_in_each_directory(tmp_path: Path) -> No
             with pytest.raises(DeviceError, match=str(other / name)):
                 await training.step()
             (other / "away").rename(other / name)
-            await engine.abandon_pending(training.job)
+            await engine.pending_steps.abandon(training.job)
         await training.step()
 
 

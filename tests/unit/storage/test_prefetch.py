@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from storage import syscalls
-from storage.engine import Engine, Pin
+from storage.engine import Engine
 from storage.errors import BudgetExceededError, NotFoundError
+from storage.pins import Pin
 from storage.shard import Kind
 from storage.shown_sizes import shown_size
 from storage.tiers import threaded_io
@@ -75,7 +76,7 @@ async def stored_units(
             disk.open()
             # After a failure, prefetches of the windows may wait for room without end.
             for owner in engine.queue.owners:
-                engine.end_prefetch(owner)
+                engine.queue.replace_window(owner, [])
             while engine.queue.depth:
                 await asyncio.sleep(0.001)
             engine.host.free(filler)
@@ -83,11 +84,11 @@ async def stored_units(
 
 def window(training: Training, units: str, *, first: float = 1.0, owner: str = "rank 0") -> None:
     wants = [(unit, Kind.PARAM, first + index) for index, unit in enumerate(units)]
-    training.engine.prefetch(owner, training.job, wants)
+    training.engine.pins.prefetch(owner, training.job, wants)
 
 
 def fetching(training: Training, unit: str, position: float = 0.0) -> asyncio.Task[Pin]:
-    return asyncio.ensure_future(training.engine.fetch(training.job, unit, Kind.PARAM, position))
+    return asyncio.ensure_future(training.engine.pins.fetch(training.job, unit, Kind.PARAM, position))
 
 
 def resident(training: Training) -> str:
@@ -111,14 +112,14 @@ async def idle(training: Training) -> None:
 async def test_a_window_is_read_in_the_order_of_its_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with stored_units(tmp_path, monkeypatch, units=5) as (training, disk):
         positions = {"d": 4.0, "b": 2.0, "e": 5.0, "a": 1.0, "c": 3.0}
-        training.engine.prefetch("rank 0", training.job, [(unit, Kind.PARAM, p) for unit, p in positions.items()])
+        training.engine.pins.prefetch("rank 0", training.job, [(unit, Kind.PARAM, p) for unit, p in positions.items()])
         disk.open()
         await idle(training)
         assert "".join(disk.order) == "abcde" == resident(training)
         hits = training.engine.host.counters.hits
         pin = await fetching(training, "c")
         assert training.engine.host.counters.hits == hits + 1 and len(disk.order) == 5
-        training.engine.unpin(pin)
+        training.engine.pins.unpin(pin)
 
 
 async def test_a_demand_overtakes_prefetches_that_wait_for_the_disk(
@@ -130,7 +131,7 @@ async def test_a_demand_overtakes_prefetches_that_wait_for_the_disk(
         demand = fetching(training, "h")
         await asyncio.sleep(0.01)
         disk.open()
-        training.engine.unpin(await demand)
+        training.engine.pins.unpin(await demand)
         await idle(training)
         assert "".join(disk.order) == "ahbcd"
 
@@ -148,8 +149,8 @@ async def test_the_wait_for_a_prefetch_that_is_late_is_told_as_a_demand_fetch(
             await asyncio.sleep(0)
         late[0].cancel()
         disk.open()
-        training.engine.unpin(await late[1])
-        training.engine.unpin(await fetching(training, "b"))
+        training.engine.pins.unpin(await late[1])
+        training.engine.pins.unpin(await fetching(training, "b"))
         await idle(training)
     told = [span for span in spans if span.activity in (Activity.DEMAND_FETCH, Activity.PREFETCH)]
     # The bytes count once, and so does a read that began as a demand.
@@ -171,10 +172,10 @@ async def test_a_demand_overtakes_prefetches_that_wait_for_room(
         demand = fetching(training, "h")
         await asyncio.sleep(0.02)
         assert not demand.done() and resident(training) == "ab"
-        training.engine.unpin(pins[0])
-        training.engine.unpin(await demand)
+        training.engine.pins.unpin(pins[0])
+        training.engine.pins.unpin(await demand)
         assert disk.order[2] == "h"
-        training.engine.unpin(pins[1])
+        training.engine.pins.unpin(pins[1])
 
 
 async def test_a_prefetch_never_displaces_what_is_needed_sooner(
@@ -189,7 +190,7 @@ async def test_a_prefetch_never_displaces_what_is_needed_sooner(
         assert training.engine.queue.depth == 5, "the rest waits for room"
         # The trainer has used these units, and their next use is far away.
         for unit in "ab":
-            training.engine.unpin(await fetching(training, unit), next_use=100.0)
+            training.engine.pins.unpin(await fetching(training, unit), next_use=100.0)
         async with asyncio.timeout(5):
             while resident(training) != "cde":
                 await asyncio.sleep(0.001)
@@ -218,7 +219,7 @@ async def test_what_has_not_started_is_dropped_with_its_window(tmp_path: Path, m
         disk.open()
         await idle(training)
         assert "".join(disk.order) == "agf"
-        training.engine.end_prefetch("rank 0")
+        training.engine.queue.replace_window("rank 0", [])
         assert training.engine.queue.depth == 0
 
 
@@ -240,7 +241,7 @@ async def test_a_next_use_named_by_a_lease_outlives_the_window(tmp_path: Path, m
         disk.open()
         window(training, "ab", first=1.0)
         await idle(training)
-        training.engine.unpin(await fetching(training, "a"), next_use=2.5)
+        training.engine.pins.unpin(await fetching(training, "a"), next_use=2.5)
         window(training, "bc", first=2.0)
         await asyncio.sleep(0.02)
         window(training, "cd", first=3.0)
@@ -339,11 +340,11 @@ async def test_a_demand_behind_leases_is_refused_at_its_deadline_and_served_once
             )
             assert f"{shown_size(2 * UNIT_BYTES)} of them by copies that are leased" in str(caught.value)
         assert resident(training) == "ab" and (engine.host.queue_depth, engine.host.used_bytes) == (0, used)
-        engine.unpin(pins.pop())
-        engine.unpin(await fetching(training, "h"))
+        engine.pins.unpin(pins.pop())
+        engine.pins.unpin(await fetching(training, "h"))
         await idle(training)
-        engine.unpin(await fetching(training, "g"))
-        engine.unpin(pins.pop())
+        engine.pins.unpin(await fetching(training, "g"))
+        engine.pins.unpin(pins.pop())
 
 
 async def test_waiters_that_give_up_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +361,7 @@ async def test_waiters_that_give_up_leave_nothing_behind(tmp_path: Path, monkeyp
         pin = await reading[1]
         await idle(training)
         assert training.engine.host_cache.leased_bytes == UNIT_BYTES
-        training.engine.unpin(pin)
+        training.engine.pins.unpin(pin)
         assert training.engine.host_cache.leased_bytes == 0
         assert training.engine.host.used_bytes <= used + 2 * UNIT_BYTES
 
@@ -381,7 +382,7 @@ async def test_a_waiter_cancelled_as_its_bytes_arrive_gives_its_pin_back(
         await idle(training)
         assert training.engine.host_cache.leased_bytes == 0 or not task.cancelled()
         if not task.cancelled():
-            training.engine.unpin(task.result())
+            training.engine.pins.unpin(task.result())
 
 
 async def test_many_waiters_share_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +393,7 @@ async def test_many_waiters_share_one_read(tmp_path: Path, monkeypatch: pytest.M
         pins = await asyncio.gather(*tasks)
         assert disk.order == ["a"] and len({pin.arena_range for pin in pins}) == 1
         for pin in pins:
-            training.engine.unpin(pin)
+            training.engine.pins.unpin(pin)
 
 
 async def test_an_update_makes_a_prefetched_copy_stale_and_the_fetch_gives_the_new_bytes(
@@ -407,7 +408,7 @@ async def test_an_update_makes_a_prefetched_copy_stale_and_the_fetch_gives_the_n
             pins: list[Pin] = [await fetching(training, unit) for unit in "ah"]
             assert {pin.copy.step for pin in pins} == {step}, "the update is waited for"
             for pin in pins:
-                engine.unpin(pin)
+                engine.pins.unpin(pin)
             await training.commit(step)
             await training.assert_at(step)
 
@@ -421,8 +422,8 @@ async def test_a_copy_that_is_being_read_while_its_slab_is_updated_stays_as_it_w
         assert bytes(engine.host.view(pin.arena_range)) == before
         newer = await fetching(training, "a")
         assert (pin.copy.step, newer.copy.step) == (0, 1)
-        engine.unpin(pin)
-        engine.unpin(newer)
+        engine.pins.unpin(pin)
+        engine.pins.unpin(newer)
         await training.assert_at(1)
 
 
@@ -456,9 +457,9 @@ async def test_an_unknown_slab_is_refused_and_the_window_stays(tmp_path: Path) -
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         with pytest.raises(NotFoundError, match="no shard group 'zzz'"):
-            engine.prefetch("rank 0", training.job, [("a", Kind.PARAM, 1.0), ("zzz", Kind.PARAM, 2.0)])
+            engine.pins.prefetch("rank 0", training.job, [("a", Kind.PARAM, 1.0), ("zzz", Kind.PARAM, 2.0)])
         with pytest.raises(NotFoundError, match="has no slab of kind master"):
-            engine.prefetch("rank 0", training.job, [("a", Kind.MASTER, 1.0)])
+            engine.pins.prefetch("rank 0", training.job, [("a", Kind.MASTER, 1.0)])
 
 
 async def test_closing_drops_what_has_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

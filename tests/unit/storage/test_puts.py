@@ -77,18 +77,18 @@ class Table:
         """Open the job, and commit the values of step 0."""
         await self.open()
         for name in self.numels:
-            pin = await self.engine.stage(self.job, f"group of {name}", Kind.PARAM)
+            pin = await self.engine.pins.stage(self.job, f"group of {name}", Kind.PARAM)
             staged = self.engine.host.tensor(pin.arena_range, DType.BFLOAT16, self.numels[name])
             staged[:] = value(name, 0, self.numels[name])
-            await self.engine.publish(pin)
+            await self.engine.pins.publish(pin)
         await self.commit(self.numels)
         return self
 
     async def put(self, name: str, step: int) -> None:
         """Put the tensor's value of `step`."""
-        range_ = await self.engine.allocate_put(self.job, step, f"group of {name}", Kind.PARAM)
+        range_ = await self.engine.pending_steps.allocate_put(self.job, step, f"group of {name}", Kind.PARAM)
         self.engine.host.tensor(range_, DType.BFLOAT16, self.numels[name])[:] = value(name, step, self.numels[name])
-        await self.engine.put(self.job, step, f"group of {name}", Kind.PARAM, range_)
+        await self.engine.pending_steps.put(self.job, step, f"group of {name}", Kind.PARAM, range_)
 
     async def commit(self, written: Iterable[str], *, settled: int | None = None) -> bool:
         """Commit the next step, in which the tensors `written` have got new values."""
@@ -109,10 +109,10 @@ class Table:
     async def assert_at(self, step: int) -> None:
         """Check that the newest values are those of `step`."""
         for name, expected in self.expected[step].items():
-            pin = await self.engine.fetch(self.job, f"group of {name}", Kind.PARAM)
+            pin = await self.engine.pins.fetch(self.job, f"group of {name}", Kind.PARAM)
             stored = self.engine.host.tensor(pin.arena_range, DType.BFLOAT16, self.numels[name])
             assert torch.equal(stored, expected), name
-            self.engine.unpin(pin)
+            self.engine.pins.unpin(pin)
         check_tally(self.job)
 
     async def assert_reads(self, reader: StepReader) -> None:
@@ -141,10 +141,10 @@ async def test_a_reader_holds_its_step_while_newer_ones_are_put(
         table = await Table(engine, placement, every_steps).begin()
         readers = []
         for names in ("ab", "c", "abc", "a"):
-            readers.append(await engine.open_reader(table.job))
+            readers.append(await engine.step_readers.open(table.job))
             await table.put(names[0], table.job.next_step)
             readers.append(
-                await engine.open_reader(table.job, table.job.newest)
+                await engine.step_readers.open(table.job, table.job.newest)
             ) if placement is TierName.NVME else None
             for name in names[1:]:
                 await table.put(name, table.job.next_step)
@@ -160,11 +160,11 @@ async def test_whoever_holds_the_older_bytes_in_host_memory_keeps_them(tmp_path:
     for number, placement in enumerate((TierName.NVME, TierName.HOST)):
         async with opened(tmp_path / str(number)) as engine:
             table = await Table(engine, placement, every_steps=0).begin()
-            pin = await engine.fetch(table.job, "group of a", Kind.PARAM)
+            pin = await engine.pins.fetch(table.job, "group of a", Kind.PARAM)
             await table.step("a")
             await table.assert_at(1)
             assert torch.equal(engine.host.tensor(pin.arena_range, DType.BFLOAT16, NUMELS["a"]), value("a", 0))
-            engine.unpin(pin)
+            engine.pins.unpin(pin)
 
 
 @PLACES
@@ -177,7 +177,7 @@ async def test_an_abandoned_put_leaves_the_committed_step(
         used = engine.nvme.used_bytes
         await table.put("a", 2)
         await table.put("c", 2)
-        await engine.abandon_pending(table.job)
+        await engine.pending_steps.abandon(table.job)
         await table.assert_at(1)
         await quiesce(engine)
         assert every_steps == 2 or engine.nvme.used_bytes == used
@@ -235,16 +235,16 @@ async def test_what_cannot_be_put_is_refused_and_its_room_is_freed(tmp_path: Pat
         with pytest.raises(ConflictError, match="step 0 cannot be prepared, the next one is 1"):
             await table.put("a", 0)
         with pytest.raises(NotFoundError, match="no slab of kind master"):
-            await engine.allocate_put(table.job, 1, "group of a", Kind.MASTER)
-        twice = [await engine.allocate_put(table.job, 1, "group of a", Kind.PARAM) for _ in range(2)]
-        await engine.put(table.job, 1, "group of a", Kind.PARAM, twice[0])
+            await engine.pending_steps.allocate_put(table.job, 1, "group of a", Kind.MASTER)
+        twice = [await engine.pending_steps.allocate_put(table.job, 1, "group of a", Kind.PARAM) for _ in range(2)]
+        await engine.pending_steps.put(table.job, 1, "group of a", Kind.PARAM, twice[0])
         with pytest.raises(ConflictError, match="table/group of a/param was put in step 1 already"):
-            await engine.put(table.job, 1, "group of a", Kind.PARAM, twice[1])
-        await engine.abandon_pending(table.job)
-        late = await engine.allocate_put(table.job, 1, "group of b", Kind.PARAM)
+            await engine.pending_steps.put(table.job, 1, "group of a", Kind.PARAM, twice[1])
+        await engine.pending_steps.abandon(table.job)
+        late = await engine.pending_steps.allocate_put(table.job, 1, "group of b", Kind.PARAM)
         await table.step("c")
         with pytest.raises(ConflictError, match="the next one is 2"):
-            await engine.put(table.job, 1, "group of b", Kind.PARAM, late)
+            await engine.pending_steps.put(table.job, 1, "group of b", Kind.PARAM, late)
         await table.assert_at(1)
 
 
@@ -285,22 +285,22 @@ async def test_one_group_is_put_and_another_updated_in_one_step(tmp_path: Path, 
         await training.step()
         await training.hand_over(["block.0"])
         put = await put_state(engine, training.job, "block.1", {Kind.PARAM: 1.5, Kind.EXP_AVG: -2.0})
-        gradient = await engine.allocate_gradient(training.job, "block.1")
+        gradient = await engine.pending_steps.allocate_gradient(training.job, "block.1")
         with pytest.raises(
             ConflictError, match=r"group 'block\.1' was updated in step 2 already, or a part of it was put"
         ):
-            engine.update(training.job, 2, "block.1", gradient, lambda tile: None)
+            engine.pending_steps.update(training.job, 2, "block.1", gradient, lambda tile: None)
         engine.gradients.free(gradient)
         with pytest.raises(ConflictError, match=r"block\.0/param was put in step 2 already"):
-            await engine.allocate_put(training.job, 2, "block.0", Kind.PARAM)
+            await engine.pending_steps.allocate_put(training.job, 2, "block.0", Kind.PARAM)
         await training.commit(2)
         expected = training.reference.states(2)
         before = training.reference.states(1)
         for group in layout.groups:
             for kind in layout.kinds:
-                pin = await engine.fetch(training.job, group, kind)
+                pin = await engine.pins.fetch(training.job, group, kind)
                 stored = engine.host.tensor(pin.arena_range, layout.dtype(kind), pin.slab.numel).clone()
-                engine.unpin(pin)
+                engine.pins.unpin(pin)
                 for shard in layout.group(group).shards:
                     part = stored[shard.group_offset :][: shard.numel]
                     if group == "block.1" and kind in put:
@@ -314,9 +314,9 @@ async def put_state(engine: Engine, job: Job, group: str, values: Mapping[Kind, 
     """Put constants as the next version of some kinds of a group."""
     for kind, constant in values.items():
         slab = job.slab(group, kind)
-        range_ = await engine.allocate_put(job, job.next_step, group, kind)
+        range_ = await engine.pending_steps.allocate_put(job, job.next_step, group, kind)
         engine.host.tensor(range_, slab.spec.dtype, slab.numel).fill_(constant)
-        await engine.put(job, job.next_step, group, kind, range_)
+        await engine.pending_steps.put(job, job.next_step, group, kind, range_)
     return values
 
 
@@ -326,11 +326,11 @@ async def test_a_fetch_under_way_sees_the_put_that_overtakes_it(tmp_path: Path) 
         for turns in range(0, 40, 4):
             for slab in table.job.slabs():
                 engine.host_cache.free_copy(slab)
-            fetching = asyncio.ensure_future(engine.fetch(table.job, "group of b", Kind.PARAM))
+            fetching = asyncio.ensure_future(engine.pins.fetch(table.job, "group of b", Kind.PARAM))
             for _ in range(turns):
                 await asyncio.sleep(0)
             await table.step("b")
-            engine.unpin(await fetching)
+            engine.pins.unpin(await fetching)
             await table.assert_at(table.job.next_step - 1)
 
 
@@ -338,7 +338,7 @@ async def test_a_reader_takes_the_newest_step_from_host_memory_as_long_as_it_is_
     async with opened(tmp_path) as engine:
         table = await Table(engine).begin()
         await table.step("a", "b", "c")
-        reader = await engine.open_reader(table.job)
+        reader = await engine.step_readers.open(table.job)
         read_before = engine.nvme.counters.bytes_read
         await table.assert_reads(reader)
         assert engine.nvme.counters.bytes_read == read_before
@@ -353,7 +353,7 @@ async def test_a_reader_takes_the_newest_step_from_host_memory_as_long_as_it_is_
 async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         table = await Table(engine).begin()
-        reader = await engine.open_reader(table.job)
+        reader = await engine.step_readers.open(table.job)
         await table.step("a", "b", "c")
         for offset, numel in ((0, 70_016), (0, 70_000), (8192, 8192), (8191, 30_000), (70_000, 16), (16_384, 53_632)):
             assert await reader.describe("b", Kind.PARAM, offset, numel) is DType.BFLOAT16
@@ -361,14 +361,14 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
             async def fill(view: memoryview, offset: int = offset, numel: int = numel) -> None:
                 await reader.fill("b", Kind.PARAM, offset, numel, view)
 
-            range_ = await engine.load(table.job, numel * 2, fill)
+            range_ = await engine.step_readers.load(table.job, numel * 2, fill)
             stored = engine.host.tensor(range_, DType.BFLOAT16, numel)
             assert torch.equal(stored, value("b", 0)[offset : offset + numel])
             engine.scratch.free(range_)
         with pytest.raises(NotFoundError, match="no element 70016 of 'b'"):
             await reader.describe("b", Kind.PARAM, 70_000, 32)
         with pytest.raises(BudgetExceededError, match="cannot hold one range"):
-            await engine.load(table.job, 1 << 40, fill)
+            await engine.step_readers.load(table.job, 1 << 40, fill)
         reader.close()
         with pytest.raises(NotFoundError, match="is closed"):
-            await engine.load(table.job, 100, fill)
+            await engine.step_readers.load(table.job, 100, fill)

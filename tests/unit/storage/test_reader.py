@@ -55,9 +55,9 @@ async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
         job = await engine.open_job(LAYOUT.job(), may_exist=True, must_exist=False)
         await engine.register(job, [half("w[1600:]", 1600, 1401), half("w[:1600]", 0, 1600)])
         for group, start, stop in (("w[:1600]", 0, 1600), ("w[1600:]", 1600, 3001)):
-            pin = await engine.stage(job, group, Kind.MASTER)
+            pin = await engine.pins.stage(job, group, Kind.MASTER)
             engine.host.tensor(pin.arena_range, DType.FLOAT32, stop - start)[:] = values[start:stop]
-            await engine.publish(pin)
+            await engine.pins.publish(pin)
         for start, stop in [(0, 3001), (1599, 1601), (1600, 1700), (100, 2900)]:
             assert torch.equal(await read(engine, job, "w", Kind.MASTER, start, stop - start), values[start:stop])
 

@@ -101,7 +101,7 @@ async def test_states_are_read_from_the_lender_with_the_bits_of_torch(tmp_path: 
         # All old bytes came from the lender, and each slab keeps its one room there.
         assert pair.borrower.nvme.counters.bytes_read == read
         assert pair.remote.counters.hits > hits and pair.remote.used_bytes == held
-        remote = (await pair.borrower.accounts())[1]
+        remote = (await pair.borrower.accountant.take())[1]
         assert remote.used_bytes == held and remote.is_balanced
         await pair.borrower.delete_job("job")
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_fetch_is_sent_to_the_lender_and_comes_from_there_the_next_time(
         for expected in ("nvme", "lender"):
             read = pair.borrower.nvme.counters.bytes_read
             for group in TILES.groups:
-                pair.borrower.unpin(await pair.borrower.fetch(training.job, group, Kind.PARAM, 1.0))
+                pair.borrower.pins.unpin(await pair.borrower.pins.fetch(training.job, group, Kind.PARAM, 1.0))
                 await quiesce(pair.borrower)
             assert (pair.borrower.nvme.counters.bytes_read > read) is (expected == "nvme")
             evict_all(training)
@@ -291,8 +291,8 @@ async def test_steps_that_are_rolled_back_or_undone_are_read_from_nvme(tmp_path:
     async with paired(tmp_path) as pair:
         training = await trained(pair)
         await training.hand_over()
-        await pair.borrower.withdraw(training.job, 3, TILES.groups[0])
-        await pair.borrower.abandon_pending(training.job)
+        await pair.borrower.pending_steps.withdraw(training.job, 3, TILES.groups[0])
+        await pair.borrower.pending_steps.abandon(training.job)
         await training.assert_at(2)
         await training.step(settled=2)
         await pair.borrower.roll_back(training.job, 2)

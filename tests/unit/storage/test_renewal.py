@@ -41,7 +41,7 @@ def failing_sync(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[No
 def lose(engine: Engine) -> None:
     """Overwrite the bytes of all versions that the catalog does not name, as a device that has lost their writes."""
     with engine.nvme.files[0].path.open("r+b") as file:
-        for slab in [slab for job in engine.jobs.values() for slab in job.slabs()]:
+        for slab in [slab for job in engine.jobs.by_name.values() for slab in job.slabs()]:
             for version, region in slab.versions.items():
                 for extent in on_nvme(region).extents if version not in slab.recorded else ():
                     file.seek(extent.offset)
@@ -75,7 +75,7 @@ async def test_a_snapshot_job_is_durable_again_with_the_next_snapshot(
     async with opened(tmp_path) as engine:
         with failing_sync(monkeypatch, engine):
             table = await Table(engine, TierName.HOST, every_steps=2).begin()
-            reader = await engine.open_reader(table.job)
+            reader = await engine.step_readers.open(table.job)
             await quiesce(engine)
         await table.assert_reads(reader)
         await table.step("b")
@@ -132,10 +132,10 @@ async def test_a_kept_step_is_written_anew_from_the_copy_in_memory(
     async with opened(tmp_path) as engine:
         table = await Table(engine, every_steps=0).begin()
         with failing_sync(monkeypatch, engine), pytest.raises(DeviceError, match="Input/output error"):
-            await engine.keep(table.job, 0, "first")
-        await engine.keep(table.job, 0, "first")
+            await engine.kept_steps.keep(table.job, 0, "first")
+        await engine.kept_steps.keep(table.job, 0, "first")
     async with opened(tmp_path) as engine:
-        await table.assert_reads(await engine.open_reader(engine.kept_step("table", "first")))
+        await table.assert_reads(await engine.step_readers.open(engine.kept_steps.find("table", "first")))
 
 
 async def test_bytes_without_a_copy_stay_lost_and_the_error_says_what_to_do(

@@ -36,11 +36,11 @@ async def test_the_roll_backs_of_an_operator_are_recorded_with_the_job(tmp_path:
         marks = training.job.rolled_back
         assert [mark.step for mark in marks] == [1, 2]
     async with opened(tmp_path) as engine:
-        assert engine.job(training.job.spec.name).rolled_back == marks
+        assert engine.jobs.job(training.job.spec.name).rolled_back == marks
         await engine.delete_job(training.job.spec.name)
     assert stored_roll_backs(tmp_path) == []
     async with opened(tmp_path) as engine:
-        assert not engine.jobs
+        assert not engine.jobs.by_name
 
 
 def stored_roll_backs(state_dir: Path) -> list[str]:
@@ -79,7 +79,7 @@ async def test_a_roll_back_is_recorded_with_the_first_durable_step_of_the_job(
         marks = training.job.rolled_back
         assert [mark.step for mark in marks] == [0]
     async with opened(tmp_path) as engine:
-        assert engine.job("job").rolled_back == marks
+        assert engine.jobs.job("job").rolled_back == marks
 
 
 async def test_a_job_does_not_take_over_the_roll_backs_of_a_former_one(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_a_job_is_deleted_after_its_roll_back_and_not_rolled_back_while_it
         )
         assert rolled_back is deleted is None
         assert isinstance(refused, ConflictError) and "is being deleted" in str(refused)
-        assert not engine.jobs and engine.nvme.used_bytes == 0
+        assert not engine.jobs.by_name and engine.nvme.used_bytes == 0
         await assert_survives_a_crash(training, None)
 
 
@@ -200,9 +200,9 @@ async def test_no_step_is_begun_while_the_job_is_rolled_back(tmp_path: Path) -> 
             rolling_back = asyncio.ensure_future(engine.roll_back(job, 1))
             await asyncio.sleep(0.02)
             with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
-                engine.check_update(job, 3, "block.0")
+                engine.pending_steps.check_update(job, 3, "block.0")
             with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
-                await engine.allocate_put(job, 3, "block.0", Kind.PARAM)
+                await engine.pending_steps.allocate_put(job, 3, "block.0", Kind.PARAM)
             with pytest.raises(StepAbortedError, match="is being rolled back, so step 3 cannot be prepared"):
                 await training.commit(3)
             assert not rolling_back.done()
@@ -328,7 +328,7 @@ async def test_a_job_whose_newest_bytes_are_lost_goes_back_to_the_snapshot_that_
             # The snapshot of step 2 has written all bytes when step 3 overwrites those in host memory.
             await fail_step(training, after_tiles=1)
             job = training.job
-            ending = engine.roll_back(job, 2) if end == "roll back" else engine.abandon_pending(job)
+            ending = engine.roll_back(job, 2) if end == "roll back" else engine.pending_steps.abandon(job)
             going_back = asyncio.ensure_future(ending)
             await asyncio.sleep(0.02)
             go_on.set()

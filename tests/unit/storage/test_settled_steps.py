@@ -22,7 +22,7 @@ IN_MEMORY = Layout(world_size=2, every_steps=2, **ON_HOST)
 
 async def read_step(engine: Engine, job: Job, *, unsettled: bool = False) -> int:
     """Return the step that a reader gets that names none."""
-    reader = await engine.open_reader(job, unsettled=unsettled)
+    reader = await engine.step_readers.open(job, unsettled=unsettled)
     reader.close()
     return reader.step
 
@@ -51,7 +51,7 @@ async def test_a_reader_gets_the_settled_step_and_the_newest_one_of_this_node_on
     async with opened(tmp_path) as engine:
         training = await begin_part(engine, PART)
         with pytest.raises(ConflictError, match="is at step 0 on this node, and no step is known to be on all of its"):
-            await engine.open_reader(training.job)
+            await engine.step_readers.open(training.job)
         assert await read_step(engine, training.job, unsettled=True) == 0
         await training.step(settled=0)
         assert await read_step(engine, training.job) == 0
@@ -75,7 +75,7 @@ async def test_a_job_with_all_ranks_on_one_node_is_settled_with_each_commit(tmp_
         await training.step()
         assert await read_step(engine, training.job) == 1
     async with opened(tmp_path) as engine:
-        assert await read_step(engine, engine.job("job")) == 1
+        assert await read_step(engine, engine.jobs.job("job")) == 1
 
 
 async def test_a_commit_records_that_the_one_before_it_is_settled(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ async def test_a_commit_records_that_the_one_before_it_is_settled(tmp_path: Path
         training = await part_at(engine, PART, 3)
         engine.settle(training.job, 3)
         async with crashed(engine) as found:
-            assert sorted(found.job("job").retained) == [2, 3]
-            assert await read_step(found, found.job("job")) == 2
-            assert await read_step(found, found.job("job"), unsettled=True) == 3
+            assert sorted(found.jobs.job("job").retained) == [2, 3]
+            assert await read_step(found, found.jobs.job("job")) == 2
+            assert await read_step(found, found.jobs.job("job"), unsettled=True) == 3
 
 
 @pytest.mark.parametrize(("is_settled", "known"), [(True, 3), (False, 2)])
@@ -96,7 +96,7 @@ async def test_the_end_of_a_run_records_its_settled_step(tmp_path: Path, is_sett
             engine.settle(training.job, 3)
         await engine.end_run(training.job)
     async with opened(tmp_path) as engine:
-        assert await read_step(engine, engine.job("job")) == known
+        assert await read_step(engine, engine.jobs.job("job")) == known
         # The run that goes on from step 3 has found that all nodes have it.
         training = await Training(engine, PART).open()
         engine.settle(training.job, 3)
@@ -113,8 +113,8 @@ async def test_after_a_restart_a_snapshot_is_settled_only_if_all_nodes_are_known
         assert await read_step(engine, training.job) == 5
         await engine.end_run(training.job)
         async with crashed(engine) as found:
-            assert sorted(found.job("job").retained) == [0, 2, 4]
-            assert await read_step(found, found.job("job")) == 2
+            assert sorted(found.jobs.job("job").retained) == [0, 2, 4]
+            assert await read_step(found, found.jobs.job("job")) == 2
 
 
 async def test_a_reader_waits_while_the_settled_step_is_overwritten_in_memory(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ async def test_a_reader_waits_while_the_settled_step_is_overwritten_in_memory(tm
         await asyncio.sleep(0.02)
         assert not reading.done()
         with pytest.raises(DataLossError, match="step 5 of job 'job' cannot be read whole"):
-            await engine.open_reader(training.job, 5)
+            await engine.step_readers.open(training.job, 5)
         engine.settle(training.job, 6)
         assert await reading == 6
 
@@ -150,14 +150,14 @@ async def test_a_roll_back_settles_no_step_that_it_gives_up(tmp_path: Path) -> N
         await training.step(settled=2)
         assert await read_step(engine, training.job) == 2
         async with crashed(engine) as found:
-            assert await read_step(found, found.job("job")) == 2
+            assert await read_step(found, found.jobs.job("job")) == 2
 
 
 async def test_readers_see_the_former_layout_until_the_next_one_is_settled(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await part_at(engine, PART, 2)
         engine.settle(training.job, 2)
-        assert engine.settled_layout("job") is training.job
+        assert engine.jobs.settled_layout("job") is training.job
         spec = replace(PART.job(), layout="another")
         laid_out = await engine.lay_out(training.job, spec, 3)
         await engine.register(laid_out, [PART.group(name) for name in PART.groups])
@@ -165,20 +165,20 @@ async def test_readers_see_the_former_layout_until_the_next_one_is_settled(tmp_p
         following.job = laid_out
         await following.stage_all()
         await engine.commit(laid_out, 3, {0: b"3"}, 2)
-        assert engine.job("job") is laid_out and engine.settled_layout("job") is training.job
-        assert await read_step(engine, engine.settled_layout("job")) == 2
+        assert engine.jobs.job("job") is laid_out and engine.jobs.settled_layout("job") is training.job
+        assert await read_step(engine, engine.jobs.settled_layout("job")) == 2
         engine.settle(laid_out, 3)
-        assert engine.settled_layout("job") is laid_out
+        assert engine.jobs.settled_layout("job") is laid_out
         await engine.end_run(laid_out)
     async with opened(tmp_path) as engine:
-        assert await read_step(engine, engine.settled_layout("job")) == 3
+        assert await read_step(engine, engine.jobs.settled_layout("job")) == 3
 
 
 async def test_a_kept_step_is_the_settled_one_by_default(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await part_at(engine, PART, 3)
-        assert (await engine.keep(training.job, None, "settled")).newest == 2
-        assert (await engine.keep(training.job, 3, "named")).newest == 3
+        assert (await engine.kept_steps.keep(training.job, None, "settled")).newest == 2
+        assert (await engine.kept_steps.keep(training.job, 3, "named")).newest == 3
     async with opened(tmp_path) as engine:
         for name, step in (("settled", 2), ("named", 3)):
-            assert await read_step(engine, engine.kept_step("job", name)) == step
+            assert await read_step(engine, engine.kept_steps.find("job", name)) == step

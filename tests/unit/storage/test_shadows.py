@@ -57,7 +57,7 @@ async def test_a_step_that_is_abandoned_leaves_the_last_one_whole(tmp_path: Path
         await training.step()
         await training.hand_over(aside=True)
         await results_wait(training)
-        await engine.abandon_pending(training.job)
+        await engine.pending_steps.abandon(training.job)
         assert engine.shadows.nbytes == 0
         await training.assert_at(1)
         await training.hand_over(aside=True)
@@ -70,7 +70,7 @@ async def test_only_what_is_withdrawn_is_undone(tmp_path: Path) -> None:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over(aside=True)
         await results_wait(training)
-        await engine.withdraw(training.job, 1, "b")
+        await engine.pending_steps.withdraw(training.job, 1, "b")
         assert training.engine.shadows.waiting == 2
         await training.hand_over(["b"])
         await training.commit(1)
@@ -191,12 +191,12 @@ async def test_a_reader_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over(aside=True)
         await results_wait(training)
-        pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=0)
+        pin = await engine.pins.fetch(training.job, "a", Kind.PARAM, as_of=0)
         before = engine.host.tensor(pin.arena_range, DType.FLOAT32, pin.slab.numel).clone()
         await training.commit(1)
         assert (engine.host.tensor(pin.arena_range, DType.FLOAT32, pin.slab.numel) == before).all()
         await training.assert_at(1)
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
 
 
 async def test_a_kernel_that_fails_costs_no_byte_of_the_last_step(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ async def test_a_kernel_that_fails_costs_no_byte_of_the_last_step(tmp_path: Path
         await asyncio.to_thread(begun.wait)
         with pytest.raises(ArithmeticError, match="planted"):
             await training.commit(1)
-        await engine.abandon_pending(training.job)
+        await engine.pending_steps.abandon(training.job)
         await training.assert_at(0)
         await training.hand_over(aside=True)
         await training.commit(1)

@@ -45,7 +45,7 @@ async def test_a_step_is_seen_whole_while_training_goes_on(tmp_path: Path, name:
         for step in range(1, 6):
             await training.step()
             if step % 2:
-                readers.append(await engine.open_reader(training.job))
+                readers.append(await engine.step_readers.open(training.job))
             for reader in readers:
                 await assert_reads(reader, training)
         assert [reader.step for reader in readers] == [1, 3, 5]
@@ -60,7 +60,7 @@ async def test_space_is_free_again_when_the_last_reader_leaves(tmp_path: Path, n
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, LAYOUTS[name]).begin()
         await training.step()
-        readers = [await engine.open_reader(training.job) for _ in range(2)]
+        readers = [await engine.step_readers.open(training.job) for _ in range(2)]
         assert readers[0].nbytes == training.version_bytes
         for _ in range(3):
             await training.step()
@@ -79,7 +79,7 @@ async def test_it_stays_the_same_when_its_step_is_rolled_back_and_its_job_delete
         training = await Training(engine, LAYOUTS["nvme"]).begin()
         await training.step()
         await training.step(settled=1)
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         await engine.roll_back(training.job, 1)
         await training.step()
         await assert_reads(reader, training)
@@ -93,12 +93,12 @@ async def test_an_older_retained_step_can_be_read(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, LAYOUTS["nvme"]).begin()
         await training.step(settled=0)
-        reader = await engine.open_reader(training.job, 0)
+        reader = await engine.step_readers.open(training.job, 0)
         await training.step()
         await assert_reads(reader, training)
         reader.close()
         with pytest.raises(NotFoundError, match="does not hold step 0; it holds: 2"):
-            await engine.open_reader(training.job, 0)
+            await engine.step_readers.open(training.job, 0)
 
 
 async def test_what_was_overwritten_in_memory_is_data_loss_by_name(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_what_was_overwritten_in_memory_is_data_loss_by_name(tmp_path: Pat
         training = await Training(engine, LAYOUTS["memory"]).begin()
         await training.step(settled=0)
         with pytest.raises(DataLossError, match=r"step 0 of job 'job' cannot be read whole: the bytes of job/block\.0"):
-            await engine.open_reader(training.job, 0)
+            await engine.step_readers.open(training.job, 0)
 
 
 async def test_one_that_is_opened_during_a_commit_sees_one_step_or_the_other_whole(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ async def test_one_that_is_opened_during_a_commit_sees_one_step_or_the_other_who
                 committing = asyncio.ensure_future(training.commit(step))
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                reader = await engine.open_reader(training.job)
+                reader = await engine.step_readers.open(training.job)
                 await committing
                 assert reader.step in (step - 1, step)
                 await assert_reads(reader, training)
@@ -135,7 +135,7 @@ async def read_beside(training: Training, opened: list[int]) -> None:
     """Open one reader of the newest step after the other until cancelled, and check that each sees one whole step."""
     while True:
         before = training.job.newest
-        reader = await training.engine.open_reader(training.job)
+        reader = await training.engine.step_readers.open(training.job)
         try:
             assert before is not None and reader.step >= before
             opened.append(reader.step)
@@ -176,9 +176,9 @@ async def test_one_that_fails_or_is_cancelled_half_way_releases_what_it_held(
         for failing in range(40):
             write.fail(DiskFullError("no room"), partial(operator.eq, failing))
             try:
-                reader = await engine.open_reader(training.job)
+                reader = await engine.step_readers.open(training.job)
             except DiskFullError:
-                assert all(account.is_balanced for account in await engine.accounts())
+                assert all(account.is_balanced for account in await engine.accountant.take())
                 continue
             reader.close()
             break
@@ -186,7 +186,7 @@ async def test_one_that_fails_or_is_cancelled_half_way_releases_what_it_held(
         assert failing > 1
         for turns in range(60):
             await training.step()
-            opening = asyncio.ensure_future(engine.open_reader(training.job))
+            opening = asyncio.ensure_future(engine.step_readers.open(training.job))
             for _ in range(turns):
                 await asyncio.sleep(0)
             opening.cancel()
@@ -203,7 +203,7 @@ async def test_two_readers_and_a_snapshot_write_a_copy_once_and_the_next_update_
         training = await Training(engine, LAYOUTS["weights"]).begin()
         await training.step()
         written = engine.nvme.counters.bytes_written
-        opening = [asyncio.ensure_future(engine.open_reader(training.job)) for _ in range(2)]
+        opening = [asyncio.ensure_future(engine.step_readers.open(training.job)) for _ in range(2)]
         await asyncio.sleep(0)
         # Step 2 is a snapshot that does not change the second group, so the snapshot and both readers claim its copies.
         await training.hand_over(training.layout.groups[:1])
@@ -229,7 +229,7 @@ async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_f
         await engine.end_run(training.job)
         with room_taken(engine):
             fetches = [
-                asyncio.ensure_future(engine.fetch(training.job, group, Kind.EXP_AVG))
+                asyncio.ensure_future(engine.pins.fetch(training.job, group, Kind.EXP_AVG))
                 for group in training.layout.groups
             ]
             for _ in range(20):
@@ -250,7 +250,7 @@ async def test_one_that_is_opened_while_its_job_is_deleted_leaves_nothing_behind
         training = await Training(engine, LAYOUTS["memory"]).begin()
         await training.step()
         with held(monkeypatch, "write_exact") as go_on:
-            opening = asyncio.ensure_future(engine.open_reader(training.job))
+            opening = asyncio.ensure_future(engine.step_readers.open(training.job))
             while not engine.nvme.queue_depth:
                 await asyncio.sleep(0.001)
             await engine.delete_job("job")
@@ -267,12 +267,12 @@ async def test_a_reader_for_which_there_is_no_room_is_refused_and_training_goes_
     async with opened(tmp_path / "small", nvme_budget_bytes=2 * version + version // 2) as engine:
         training = await Training(engine, layout).begin()
         with pytest.raises(BudgetExceededError, match="raise nvme_budget to at least"):
-            await engine.open_reader(training.job)
+            await engine.step_readers.open(training.job)
         await training.step()
         await training.assert_at(1)
     async with opened(tmp_path / "enough", nvme_budget_bytes=3 * version) as engine:
         training = await Training(engine, layout).begin()
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         for _ in range(3):
             await training.step()
         await assert_reads(reader, training)
@@ -283,4 +283,4 @@ async def test_a_job_without_a_step_has_nothing_to_read(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUTS["nvme"]).open(must_exist=False)
         with pytest.raises(ConflictError, match="no committed step yet"):
-            await engine.open_reader(training.job)
+            await engine.step_readers.open(training.job)

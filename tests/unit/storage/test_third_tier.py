@@ -51,9 +51,9 @@ async def bytes_of(training: Training) -> dict[tuple[str, Kind], bytes]:
     """Return the newest bytes of all slabs."""
     found = {}
     for slab in training.job.slabs():
-        pin = await training.engine.fetch(training.job, slab.key.group, slab.key.kind)
+        pin = await training.engine.pins.fetch(training.job, slab.key.group, slab.key.kind)
         found[slab.key.group, slab.key.kind] = bytes(training.engine.host.view(pin.arena_range)[: slab.nbytes])
-        training.engine.unpin(pin)
+        training.engine.pins.unpin(pin)
     return found
 
 
@@ -62,11 +62,11 @@ async def prefetch_all(training: Training) -> None:
     evict_all(training)
     slabs = [training.job.slab(name, Kind.PARAM) for name in training.layout.groups]
     wants = [(slab.key.group, slab.key.kind, float(n)) for n, slab in enumerate(slabs)]
-    training.engine.prefetch("rank", training.job, wants)
+    training.engine.pins.prefetch("rank", training.job, wants)
     async with asyncio.timeout(20):
         while any(slab.current_copy is None for slab in slabs):
             await asyncio.sleep(0.001)
-    training.engine.end_prefetch("rank")
+    training.engine.queue.replace_window("rank", [])
 
 
 @pytest.mark.parametrize("precision", [DType.FLOAT32, DType.BFLOAT16])
@@ -120,7 +120,7 @@ async def test_a_snapshot_copies_what_is_on_a_volatile_tier_while_training_goes_
             TierName.NVME,
         }
         await training.assert_at(5)
-        used = {account.tier: account for account in await engine.accounts()}
+        used = {account.tier: account for account in await engine.accountant.take()}
         assert used[FOLDER].held_bytes[Holder.JOBS] == folder.used_bytes > 0
     # The bytes on the volatile tier alone are gone, so the job goes on from its last snapshot.
     async with with_folder(tmp_path) as (engine, folder):
@@ -151,7 +151,7 @@ async def test_a_step_on_a_volatile_tier_can_be_read_undone_and_gone_back_to(tmp
         training = await Training(engine, layout(FOLDER, TierName.NVME, 0)).begin()
         await training.step()
         held = await bytes_of(training)
-        reader = await engine.open_reader(training.job)
+        reader = await engine.step_readers.open(training.job)
         with_reader = folder.used_bytes
         for _ in range(3):
             await training.step(settled=1)
@@ -162,8 +162,8 @@ async def test_a_step_on_a_volatile_tier_can_be_read_undone_and_gone_back_to(tmp
             assert b"".join(read) == held[group, Kind.PARAM][: shard.numel * 4]
         reader.close()
         await training.hand_over()
-        await engine.withdraw(training.job, 5, "block.0")
-        await engine.abandon_pending(training.job)
+        await engine.pending_steps.withdraw(training.job, 5, "block.0")
+        await engine.pending_steps.abandon(training.job)
         await training.assert_at(4)
         await engine.roll_back(training.job, 2)
         await training.assert_goes_on_from(2)
@@ -183,11 +183,11 @@ async def test_a_kept_step_is_copied_from_a_tier_that_a_restart_loses(tmp_path: 
     async with with_folder(tmp_path) as (engine, _):
         training = await Training(engine, of_folder).begin()
         await training.step()
-        await engine.keep(training.job, 1, "one")
+        await engine.kept_steps.keep(training.job, 1, "one")
         await training.step()
         await training.assert_at(2)
     async with with_folder(tmp_path) as (engine, _):
-        reader = await engine.open_reader(engine.kept_step("job", "one"))
+        reader = await engine.step_readers.open(engine.kept_steps.find("job", "one"))
         for (_, fqn, kind), expected in training.reference.states(1).items():
             data = b"".join([piece async for piece in reader.read(fqn, kind, 0, len(expected))])
             assert data == expected.numpy().tobytes(), f"{fqn} {kind}"

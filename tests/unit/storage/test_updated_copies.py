@@ -37,7 +37,7 @@ async def test_in_free_room_and_the_next_fetch_reads_nothing(tmp_path: Path, pre
         assert all(slab.current_copy is not None for slab in parameters(training))
         before = engine.nvme.counters.bytes_read
         for group in training.layout.groups:
-            engine.unpin(await engine.fetch(training.job, group, Kind.PARAM))
+            engine.pins.unpin(await engine.pins.fetch(training.job, group, Kind.PARAM))
         assert engine.nvme.counters.bytes_read == before
         await training.assert_at(2)
         for slab in training.job.slabs():
@@ -53,7 +53,7 @@ async def test_in_the_room_of_what_is_needed_later_only(
     async with opened(tmp_path) as engine:
         training = await without_copies(engine, precision)
         updated, other = parameters(training)
-        engine.unpin(await engine.fetch(training.job, other.key.group, Kind.PARAM), next_use=needed_at)
+        engine.pins.unpin(await engine.pins.fetch(training.job, other.key.group, Kind.PARAM), next_use=needed_at)
         step = training.job.next_step
         await training.hand_over([updated.key.group], position=POSITION)
         with room_taken(engine):
@@ -89,7 +89,7 @@ async def test_a_fetch_that_was_queued_before_the_update_leaves_no_copy_of_the_o
         monkeypatch.setattr(engine.queue, "_in_flight_budget", 1)
         wants = [(slab.key.group, Kind.PARAM, number) for number, slab in enumerate((other, updated))]
         with late_reads(engine) as may_end:
-            engine.prefetch("rank", training.job, wants)
+            engine.pins.prefetch("rank", training.job, wants)
             async with updating(training, [updated.key.group]):
                 worked_on = updated.copy
                 may_end.set()

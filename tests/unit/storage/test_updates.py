@@ -27,9 +27,9 @@ async def test_every_kind_of_every_shard_equals_fused_adamw_bit_for_bit(
             assert await training.step() is (every_steps == 1)
             # The weights are read in every step, as by a forward, and the other states at the end.
             for group in layout.groups:
-                pin = await engine.fetch(training.job, group, Kind.PARAM)
+                pin = await engine.pins.fetch(training.job, group, Kind.PARAM)
                 assert pin.copy.step == step
-                engine.unpin(pin, next_use=float(step))
+                engine.pins.unpin(pin, next_use=float(step))
         await training.assert_at(STEPS)
         assert engine.host.used_bytes < engine.host.budget_bytes
 

@@ -30,7 +30,7 @@ async def verified(engine: Engine, name: str | None = None) -> list[Verified]:
 
 
 async def steps(engine: Engine, name: str = "job") -> dict[int, HeldStep]:
-    return {step.record.step: step for step in await engine.held_steps(name)}
+    return {step.record.step: step for step in await engine.upkeep.steps(name)}
 
 
 async def test_a_verification_reads_every_version_once_and_finds_nothing_where_nothing_is(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ async def test_copies_in_use_stay_and_the_others_are_evicted_and_brought_back(tm
         training = await Training(engine, Layout()).begin()
         await training.step()
         slabs = list(training.job.slabs())
-        pin = await engine.fetch(training.job, "block.0", Kind.PARAM)
+        pin = await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
         for slab in slabs:
-            engine.unpin(await engine.fetch(training.job, slab.key.group, slab.key.kind))
+            engine.pins.unpin(await engine.pins.fetch(training.job, slab.key.group, slab.key.kind))
         total = sum(slab.paged_bytes for slab in slabs)
         used, free = engine.host.used_bytes, engine.host_cache.evictable_bytes
         assert free == total - pin.slab.paged_bytes
@@ -108,14 +108,14 @@ async def test_copies_in_use_stay_and_the_others_are_evicted_and_brought_back(tm
         moved = await engine.upkeep.evict_copies("job")
         assert (moved.slabs, moved.nbytes, moved.left_bytes) == (len(slabs) - 1, free, pin.slab.paged_bytes)
         assert engine.host.used_bytes == used - free
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
 
         moved = await engine.upkeep.promote("job")
         assert (moved.slabs, moved.nbytes, moved.left_bytes) == (len(slabs) - 1, free, 0)
         assert moved.present_bytes == pin.slab.paged_bytes and engine.host.used_bytes == used
         hits = engine.host.counters.hits
         for slab in slabs:
-            engine.unpin(await engine.fetch(training.job, slab.key.group, slab.key.kind))
+            engine.pins.unpin(await engine.pins.fetch(training.job, slab.key.group, slab.key.kind))
         assert engine.host.counters.hits == hits + len(slabs)
         await training.assert_at(1)
         assert (await engine.upkeep.evict_copies()).nbytes == total
@@ -128,8 +128,8 @@ async def test_a_promotion_evicts_nothing_and_leaves_out_what_has_no_room(tmp_pa
         training = await Training(engine, Layout()).begin()
         await training.step()
         await engine.upkeep.evict_copies()
-        first = await engine.fetch(training.job, "block.0", Kind.PARAM)
-        engine.unpin(first, 7.0)
+        first = await engine.pins.fetch(training.job, "block.0", Kind.PARAM)
+        engine.pins.unpin(first, 7.0)
         filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
         moved = await engine.upkeep.promote("job")
         total = sum(slab.paged_bytes for slab in training.job.slabs())
@@ -215,9 +215,9 @@ async def test_steps_are_listed_with_who_holds_them_and_the_bytes_of_each_tier(t
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).begin()
         await training.step(settled=0)
-        await engine.keep(training.job, 1, "one")
-        await engine.keep(training.job, 1, "again")
-        reader = await engine.open_reader(training.job, 0)
+        await engine.kept_steps.keep(training.job, 1, "one")
+        await engine.kept_steps.keep(training.job, 1, "again")
+        reader = await engine.step_readers.open(training.job, 0)
         await training.step(settled=1)
         await training.step(settled=2)
         held = await steps(engine)
@@ -260,7 +260,7 @@ async def test_a_job_of_which_only_kept_steps_are_left_lists_them(tmp_path: Path
         await training.step()
         (step,) = (await steps(engine)).values()
         assert not step.is_durable and step.size_bytes[TierName.HOST] == training.version_bytes
-        await engine.keep(training.job, None, "one")
+        await engine.kept_steps.keep(training.job, None, "one")
     async with opened(tmp_path, **ROOMY) as engine:
         (kept,) = (await steps(engine)).values()
         assert (kept.kept_as, kept.is_retained, kept.is_newest) == (("one",), False, False)

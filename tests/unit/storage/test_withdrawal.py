@@ -44,7 +44,7 @@ async def test_what_was_updated_is_undone_and_can_be_updated_again(layout: Layou
         await training.hand_over()
         await training.finish_updates()
         for group in layout.groups:
-            await engine.withdraw(training.job, 2, group)
+            await engine.pending_steps.withdraw(training.job, 2, group)
         await training.assert_goes_on_from(1)
         await training.step()
         await training.assert_at(3)
@@ -56,7 +56,7 @@ async def test_only_what_is_withdrawn_is_undone(layout: Layout, tmp_path: Path) 
         training = await Training(engine, layout).begin()
         await training.hand_over()
         await training.finish_updates()
-        await engine.withdraw(training.job, 1, "b")
+        await engine.pending_steps.withdraw(training.job, 1, "b")
         await training.hand_over(["b"])
         await training.commit(1)
         await training.assert_at(1)
@@ -67,7 +67,9 @@ async def test_an_update_is_withdrawn_while_it_runs(layout: Layout, tmp_path: Pa
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         async with updating(training) as go_on:
-            withdrawals = [asyncio.ensure_future(engine.withdraw(training.job, 1, g)) for g in layout.groups]
+            withdrawals = [
+                asyncio.ensure_future(engine.pending_steps.withdraw(training.job, 1, g)) for g in layout.groups
+            ]
             await asyncio.sleep(0)
             go_on.set()
             await asyncio.gather(*withdrawals)
@@ -80,9 +82,11 @@ async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         async with updating(training) as go_on:
-            ends = [asyncio.ensure_future(engine.withdraw(training.job, 1, group)) for group in layout.groups]
+            ends = [
+                asyncio.ensure_future(engine.pending_steps.withdraw(training.job, 1, group)) for group in layout.groups
+            ]
             await asyncio.sleep(0.01)
-            ends.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
+            ends.append(asyncio.ensure_future(engine.pending_steps.abandon(training.job)))
             await asyncio.sleep(0.05)
             assert not ends[0].done() and not ends[-1].done(), "a kernel still works on a tile of group a"
             go_on.set()
@@ -100,7 +104,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
         for slab in training.job.slabs():
             engine.host_cache.free_copy(slab)
         with late_reads(engine) as overtaken:
-            reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM, as_of=0))
+            reading = asyncio.ensure_future(engine.pins.fetch(training.job, "a", Kind.PARAM, as_of=0))
             await asyncio.sleep(0.05)
         await training.hand_over(["b", "c"])
         if layout.weights is TierName.NVME:
@@ -110,7 +114,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
         overtaken.set()
         pin = await reading
         assert (pin.copy.step or 0) == 0
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
 
 
 async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one_that_was_made_again(
@@ -133,16 +137,16 @@ async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one
         for slab in training.job.slabs():
             engine.host_cache.free_copy(slab)
         with late_reads(engine) as made_again:
-            reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM))
+            reading = asyncio.ensure_future(engine.pins.fetch(training.job, "a", Kind.PARAM))
             await asyncio.sleep(0.05)
-        await engine.withdraw(training.job, 1, "a")
+        await engine.pending_steps.withdraw(training.job, 1, "a")
         await training.hand_over()
         await training.commit(1)
         made_again.set()
         pin = await reading
         expected = training.reference.states(1)["a", "a.weight.0", Kind.PARAM]
         assert torch.equal(engine.host.tensor(pin.arena_range, DType.FLOAT32, len(expected)), expected)
-        engine.unpin(pin)
+        engine.pins.unpin(pin)
         await training.assert_at(1)
 
 
@@ -150,7 +154,7 @@ async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
         async with updating(training) as go_on:
-            withdrawal = asyncio.ensure_future(engine.withdraw(training.job, 1, "a"))
+            withdrawal = asyncio.ensure_future(engine.pending_steps.withdraw(training.job, 1, "a"))
             await asyncio.sleep(0)
             commit = asyncio.ensure_future(training.commit(1))
             await asyncio.sleep(0.01)
@@ -158,7 +162,7 @@ async def test_a_step_whose_update_is_being_withdrawn_is_not_committed(tmp_path:
             with pytest.raises(StepAbortedError):
                 await commit
             await withdrawal
-        await engine.abandon_pending(training.job)
+        await engine.pending_steps.abandon(training.job)
         await training.assert_goes_on_from(0)
 
 
@@ -176,7 +180,7 @@ async def test_a_withdrawal_that_ends_while_the_commit_waits_for_a_snapshot_is_n
             async with updating(training) as go_on:
                 assert job.pending is not None
                 write = job.pending.writes[job.slab("a", Kind.PARAM)]
-                withdrawal = asyncio.ensure_future(engine.withdraw(job, 4, "a"))
+                withdrawal = asyncio.ensure_future(engine.pending_steps.withdraw(job, 4, "a"))
                 await asyncio.sleep(0.01)
                 commit = asyncio.ensure_future(training.commit(4))
                 await asyncio.sleep(0.01)
@@ -187,7 +191,7 @@ async def test_a_withdrawal_that_ends_while_the_commit_waits_for_a_snapshot_is_n
                 with pytest.raises(StepAbortedError):
                     await commit
                 await withdrawal
-        await engine.abandon_pending(job)
+        await engine.pending_steps.abandon(job)
         await training.assert_goes_on_from(3)
 
 
@@ -197,8 +201,8 @@ async def test_a_withdrawal_that_comes_too_late_for_the_commit_is_refused(tmp_pa
         await training.hand_over()
         await training.finish_updates()
         # The withdrawal cannot stop a write that is done, and the commit begins before the withdrawal goes on.
-        withdrawal = asyncio.ensure_future(engine._pending_steps.withdraw(training.job, 1, "a"))
-        commit = asyncio.ensure_future(engine._pending_steps.commit(training.job, 1, {0: b"1"}, 1))
+        withdrawal = asyncio.ensure_future(engine.pending_steps._withdraw(training.job, 1, "a"))
+        commit = asyncio.ensure_future(engine.pending_steps.commit(training.job, 1, {0: b"1"}, 1))
         with pytest.raises(ConflictError, match="step 1 was committed while group 'a' was being withdrawn"):
             await withdrawal
         assert await commit
@@ -212,7 +216,7 @@ async def test_a_withdrawal_does_not_free_bytes_that_a_commit_in_doubt_may_name(
         await training.finish_updates()
         # The catalog is left as a commit of step 1 leaves it whose sync fails.
         engine._catalog.in_doubt = True
-        await engine.withdraw(training.job, 1, "a")
+        await engine.pending_steps.withdraw(training.job, 1, "a")
         assert not engine._catalog.in_doubt
         await training.hand_over(["a"])
         await training.commit(1)
@@ -234,7 +238,7 @@ async def test_bytes_of_host_memory_alone_that_a_commit_has_replaced_are_not_mad
                 while slab.latest != 1:
                     await asyncio.sleep(0.001)
             with pytest.raises(ConflictError, match="read it as of step 1"):
-                await engine.fetch(training.job, "a", Kind.PARAM, as_of=0)
+                await engine.pins.fetch(training.job, "a", Kind.PARAM, as_of=0)
             go_on.set()
             await commit
         await training.assert_at(1)
@@ -245,7 +249,7 @@ async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: 
         training = await Training(engine, LAYOUT).begin()
         await training.hand_over()
         await training.finish_updates()
-        await engine.withdraw(training.job, 1, "a")
+        await engine.pending_steps.withdraw(training.job, 1, "a")
         await training.commit(1)
         used = engine.nvme.used_bytes
     async with opened(tmp_path) as engine:
@@ -253,31 +257,31 @@ async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: 
         training = Training(engine, LAYOUT)
         await training.open()
         for group, step in (("a", 0), ("b", 1)):
-            pin = await engine.fetch(training.job, group, Kind.PARAM)
+            pin = await engine.pins.fetch(training.job, group, Kind.PARAM)
             assert pin.copy.step == step
-            engine.unpin(pin)
+            engine.pins.unpin(pin)
 
 
 async def test_what_was_not_updated_is_left_alone(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()
-        await engine.withdraw(training.job, 1, "a")
+        await engine.pending_steps.withdraw(training.job, 1, "a")
         await training.assert_at(0)
         with pytest.raises(ConflictError, match="step 0 cannot be prepared, the next one is 1"):
-            await engine.withdraw(training.job, 0, "a")
+            await engine.pending_steps.withdraw(training.job, 0, "a")
 
 
 @IN_EACH_LAYOUT
 async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout, tmp_path: Path) -> None:
     async def version(as_of: int | None) -> int | None:
-        pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=as_of)
+        pin = await engine.pins.fetch(training.job, "a", Kind.PARAM, as_of=as_of)
         try:
             expected = training.reference.states(pin.copy.step or 0)["a", "a.weight.0", Kind.PARAM]
             stored = engine.host.tensor(pin.arena_range, layout.dtype(Kind.PARAM), len(expected))
             assert bool((stored == expected).all())
             return pin.copy.step
         finally:
-            engine.unpin(pin)
+            engine.pins.unpin(pin)
 
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
@@ -299,10 +303,10 @@ async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_s
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         await training.hand_over()
-        pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=0)
+        pin = await engine.pins.fetch(training.job, "a", Kind.PARAM, as_of=0)
         assert pin.copy.step == 0
-        engine.unpin(pin)
-        await engine.withdraw(training.job, 1, "b")
+        engine.pins.unpin(pin)
+        await engine.pending_steps.withdraw(training.job, 1, "b")
         await training.hand_over(["b"])
         await training.commit(1)
         await training.assert_at(1)

@@ -41,13 +41,13 @@ async def test_the_time_of_what_is_under_way_counts(tmp_path: Path, monkeypatch:
         evict_all(training)
         with held(monkeypatch, "read_exact") as go_on:
             before = reading_of(view, pb.TIER_NVME)
-            fetching = asyncio.ensure_future(engine.fetch(training.job, "block.0", Kind.PARAM))
+            fetching = asyncio.ensure_future(engine.pins.fetch(training.job, "block.0", Kind.PARAM))
             while not engine.nvme.files[0].io.load.bytes_in_flight:
                 await asyncio.sleep(0.001)
             counted = {one.tier: one for one in read_counters(engine).tiers}
             during = reading_of(view, pb.TIER_NVME)
             go_on.set()
-            engine.unpin(await fetching)
+            engine.pins.unpin(await fetching)
         assert before.read_seconds < during.read_seconds
         assert before.devices[0].busy_seconds < during.devices[0].busy_seconds
         assert before.read_seconds < counted[pb.TIER_NVME].read_seconds

@@ -32,7 +32,7 @@ async def copy_half(engine: Engine, runs: Runs[Rank], run_id: str, origin: str, 
     await engine.register(job, [LAYOUT.group(group) for group in LAYOUT.groups])
     was_there = job.slab(LAYOUT.groups[0], Kind.PARAM).latest == 0
     if not was_there:
-        await engine.publish(await engine.stage(job, LAYOUT.groups[0], Kind.PARAM))
+        await engine.pins.publish(await engine.pins.stage(job, LAYOUT.groups[0], Kind.PARAM))
     runs.leave(run, 0, is_closed=is_closed)
     await runs.clean_up(run)
     return was_there
@@ -50,7 +50,7 @@ async def test_the_next_attempt_at_the_same_step_goes_on_and_one_at_another_step
         assert not await copy_half(engine, runs, "3", "another step 0", is_closed=False)
         # A client that closes its sessions gives up, and nothing is left.
         assert await copy_half(engine, runs, "4", "another step 0", is_closed=True)
-        assert not engine.jobs and engine.nvme.used_bytes == 0
+        assert not engine.jobs.by_name and engine.nvme.used_bytes == 0
         assert not await copy_half(engine, runs, "5", "another step 0", is_closed=True)
 
 
@@ -73,7 +73,7 @@ async def test_it_goes_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest
         runs: Runs[Rank] = Runs(engine, EventLog())
         await copy_half(engine, runs, "1", "step 0", is_closed=False)
         async with asyncio.timeout(30):
-            while engine.jobs:
+            while engine.jobs.by_name:
                 await asyncio.sleep(0.01)
         assert engine.nvme.used_bytes == 0
 
@@ -89,7 +89,7 @@ async def test_a_copy_that_takes_longer_than_that_time_is_a_copy_to_its_end(
             run = runs.enter(Rank(), spec(), "1", 0, may_exist=True, must_exist=False)
         job = await run.job
         await engine.register(job, [LAYOUT.group(group) for group in LAYOUT.groups])
-        await engine.publish(await engine.stage(job, LAYOUT.groups[0], Kind.PARAM))
+        await engine.pins.publish(await engine.pins.stage(job, LAYOUT.groups[0], Kind.PARAM))
         assert runs.is_copy(run)
         runs.leave(run, 0)
         await runs.clean_up(run)
@@ -106,7 +106,7 @@ async def test_an_unfinished_step_goes_although_a_copy_of_another_step_was_annou
         # The client of this one is lost before it opens the job.
         assert not runs.begin_copy("job", "2", "another step 0")
         async with asyncio.timeout(30):
-            while engine.jobs:
+            while engine.jobs.by_name:
                 await asyncio.sleep(0.01)
         assert engine.nvme.used_bytes == 0
 

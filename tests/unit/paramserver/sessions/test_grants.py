@@ -33,11 +33,11 @@ def leave_secrets(engine: Engine) -> None:
     """Fill all free memory of the arena with bytes that another job leaves there."""
     ranges = []
     for nbytes in (1 << 20, PAGE_BYTES):
-        while (range_ := engine.arena.allocate(nbytes)) is not None:
+        while (range_ := engine.host.arena.allocate(nbytes)) is not None:
             ranges.append(range_)
     for range_ in ranges:
-        engine.arena.view(range_)[:] = (SECRET * range_.nbytes)[: range_.nbytes]
-        engine.arena.free(range_)
+        engine.host.arena.view(range_)[:] = (SECRET * range_.nbytes)[: range_.nbytes]
+        engine.host.arena.free(range_)
 
 
 async def stage(sessions: Sessions, session: Session) -> Lease:
@@ -93,11 +93,11 @@ async def test_nothing_is_cleared_for_a_client_that_maps_the_arena(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grant: Grant
 ) -> None:
     async with serving(tmp_path) as (engine, sessions):
-        monkeypatch.setattr(engine.arena.slots, "is_held", lambda _: True)
+        monkeypatch.setattr(engine.host.arena.slots, "is_held", lambda _: True)
         session, lease = await granted(engine, sessions, grant)
         assert SECRET in bytes(engine.host.view(lease.arena_range))
         # Such a client is known from then on, so its lock is not looked at for each lease.
-        monkeypatch.setattr(engine.arena.slots, "is_held", lambda _: False)
+        monkeypatch.setattr(engine.host.arena.slots, "is_held", lambda _: False)
         another = await sessions.grants.acquire_activation(session, pb.ActivationUse(size_bytes=1000))
         assert SECRET in bytes(engine.host.view(another.arena_range))
 
@@ -175,7 +175,7 @@ async def test_a_next_use_that_no_trace_has_is_refused_before_a_lease_is_granted
             device=pb.DeviceUse(next_use=1 << 60),
         )
         # An update of the slab is under way, so no copy on the device is looked for.
-        monkeypatch.setattr(engine, "newest_slab", lambda *_: None)
+        monkeypatch.setattr(engine.pins, "newest_slab", lambda *_: None)
         with pytest.raises(InvalidRequestError, match="next_use"):
             await sessions.grants.acquire(session, want)
         assert not session.leases

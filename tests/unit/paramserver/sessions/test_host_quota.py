@@ -30,7 +30,7 @@ async def test_a_reader_of_a_kept_step_has_no_more_room_than_one_of_the_job(tmp_
         session = await begin(engine, sessions, LAYOUT)
         await stage_all(engine, sessions, session, LAYOUT)
         job = await session.job()
-        kept = await engine.keep(job, 0, "kept")
+        kept = await engine.kept_steps.keep(job, 0, "kept")
         room = 2 * MIB - job.tally.home_bytes
         for source in (job, kept):
             with pytest.raises(BudgetExceededError, match=f"{shown_size(job.tally.home_bytes)} are placed on the host"):
@@ -38,7 +38,7 @@ async def test_a_reader_of_a_kept_step_has_no_more_room_than_one_of_the_job(tmp_
                     pass
         async with sessions.grants._host_quota.room_for(session.owner, kept, room):
             pass
-        await engine.forget(job.spec.name, "kept")
+        await engine.kept_steps.forget(job.spec.name, "kept")
 
 
 async def test_requests_that_wait_for_room_leave_the_event_loop_to_others(tmp_path: Path) -> None:

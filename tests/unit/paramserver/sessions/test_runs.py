@@ -103,7 +103,7 @@ async def test_of_jobs_that_their_ranks_left_without_a_commit_only_the_newest_ar
         for name, run_id in (("a", "1"), ("b", "1"), ("a", "2"), ("c", "1")):
             await leave(name, run_id)
         # Job a was left twice, so b is the one that was left first.
-        assert known_runs(sessions) == list(engine.jobs) == [LAYOUT.name, "a", "c"]
+        assert known_runs(sessions) == list(engine.jobs.by_name) == [LAYOUT.name, "a", "c"]
         for name, run_id in (("a", "2"), ("c", "1")):
             with pytest.raises(StepAbortedError, match="of this run is gone"):
                 await join(sessions, connect(sessions), replace(LAYOUT.job(), name=name), run_id)
@@ -111,7 +111,7 @@ async def test_of_jobs_that_their_ranks_left_without_a_commit_only_the_newest_ar
         await begin(engine, sessions, replace(LAYOUT, name="a"), "3")
         for name in ("b", "d"):
             await leave(name, "1")
-        assert set(engine.jobs) == {LAYOUT.name, "a", "b", "d"} and sessions.empty_jobs == {"b", "d"}
+        assert set(engine.jobs.by_name) == {LAYOUT.name, "a", "b", "d"} and sessions.empty_jobs == {"b", "d"}
         await engine.delete_job("b")
         sessions.forget_job("b")
         assert sessions.empty_jobs == {"d"}
@@ -144,7 +144,7 @@ async def test_the_run_of_a_copy_that_is_given_up_is_forgotten(tmp_path: Path) -
         session = await begin(engine, sessions, LAYOUT)
         sessions.end(session, "closed", is_closed=True)
         await until_cleaned_up(sessions)
-        assert known_runs(sessions) == [] and not engine.jobs
+        assert known_runs(sessions) == [] and not engine.jobs.by_name
 
 
 async def test_a_new_run_of_a_deleted_job_is_not_forgotten_with_it(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ async def two_ranks(engine: Engine, sessions: Sessions) -> list[Session]:
         job = await join(sessions, session, spec, rank=rank)
     await engine.register(job, [LAYOUT.group(name) for name in LAYOUT.groups])
     for group in LAYOUT.groups:
-        await engine.publish(await engine.stage(job, group, Kind.PARAM))
+        await engine.pins.publish(await engine.pins.stage(job, group, Kind.PARAM))
     await asyncio.gather(*(sessions.vote(session, 0, b"", 0) for session in ranks))
     return ranks
 
@@ -330,7 +330,7 @@ async def test_a_roll_back_ends_the_vote_of_another_rank_whose_work_it_discards(
         await put(engine, sessions, first, "block.0", 1)
         await put(engine, sessions, second, "block.1", 1)
         await asyncio.gather(*(sessions.vote(session, 1, b"", 0) for session in (first, second)))
-        versions = [engine.job("job").slab(group, Kind.PARAM).latest for group in LAYOUT.groups]
+        versions = [engine.jobs.job("job").slab(group, Kind.PARAM).latest for group in LAYOUT.groups]
         assert versions == [1, 1]
 
 
