@@ -619,15 +619,6 @@ class Engine(EngineMemory):
 
     # The behaviour of a module
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, because the engine has none of this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        return getattr(self.module, name)
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Return the engine if `fn` would change no tensor, and refuse it if it would. It can raise RuntimeError."""
         return refuse_conversion(self, fn, recurse)

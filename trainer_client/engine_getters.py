@@ -1,7 +1,7 @@
-"""The questions that DeepSpeed's engine answers about its config, its sizes and its place among the ranks.
+"""The questions that DeepSpeed's engine answers about its config, its sizes, its place among the ranks and its model.
 
 This module owns nothing. It must never change anything: scripts that were written for DeepSpeed ask, and this base
-class of the engine answers with what the config says.
+class of all engines answers with what the config says.
 """
 
 from __future__ import annotations
@@ -18,12 +18,25 @@ from trainer_client.step.precision import PrecisionPolicy
 
 
 class EngineGetters(nn.Module):
-    """The part of the engine that only answers questions. The engine sets the attributes."""
+    """The part of an engine that only answers questions. The engine sets the attributes.
 
+    Attributes that the engine does not have are the model's.
+    """
+
+    module: nn.Module
     _settings: TrainingConfig
     _collectives: Collectives
     _micro_batches: MicroBatches
     local_rank: int
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, because the engine has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,8 +17,7 @@ from paramserver.contract.sizes import shown_size
 from trainer_client import at_exit
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine_getters import EngineGetters
-from trainer_client.errors import PhaseError
+from trainer_client.inference.base import ComputingEngine
 from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
@@ -29,9 +27,6 @@ from trainer_client.model.refusals import copy_gathered, find_conversion
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.context import Resources
 from trainer_client.run.forgotten import Remains
-from trainer_client.run.micro_batches import MicroBatches
-from trainer_client.step.gradients import ReductionSchedule
-from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
 from trainer_client.transport.own_process import OwnProcess
 
 log = logging.getLogger(__name__)
@@ -47,7 +42,7 @@ class InferenceParts:
     parameters: tuple[ModelParameter, ...]
 
 
-class InferenceEngine(EngineGetters):
+class InferenceEngine(ComputingEngine):
     """The engine that `initialize` without an optimizer and `init_inference` return.
 
     It computes what the model computes, bit for bit: `engine(batch)`, `engine.generate(...)`, or the model itself. It
@@ -61,6 +56,8 @@ class InferenceEngine(EngineGetters):
         device: where the model computes.
         local_rank: the number of this rank on its node.
     """
+
+    _refusing = "an engine for inference: it has no optimizer and changes nothing in the store"
 
     def __init__(
         self,
@@ -78,18 +75,10 @@ class InferenceEngine(EngineGetters):
             collectives: those with which the model was opened. The engine does not communicate.
             resources: closed with the engine, which takes all of them over.
         """
-        super().__init__()
-        self.module = model
+        super().__init__(model, settings, sizes, collectives, local_rank, resources.all.pop_all())
         self.job = parts.weights.job
         self.step_number = parts.weights.step
-        self.device = collectives.device
-        self.local_rank = local_rank
         self._parts = parts
-        self._settings = settings
-        self._collectives = collectives
-        self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
-        self._compute_dtype = PrecisionPolicy.of(settings).compute_dtype
-        self._resources = resources.all.pop_all()
         self._closed = False
         self._process = OwnProcess()
         self.eval()
@@ -120,8 +109,7 @@ class InferenceEngine(EngineGetters):
                 uses a new session.
             StoreError: the store failed, or did not come back in time.
         """
-        if self._compute_dtype is not None:
-            args, kwargs = cast_floating_inputs((args, kwargs), self._compute_dtype)
+        args, kwargs = self._cast(args, kwargs)
         with torch.no_grad():
             return self.module(*args, **kwargs)
 
@@ -133,25 +121,6 @@ class InferenceEngine(EngineGetters):
         """
         with torch.no_grad():
             return self.module.generate(*args, **kwargs)  # type: ignore[operator]
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a backward pass. It raises PhaseError."""
-        self._refuse("backward()")
-
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a training step. It raises PhaseError."""
-        self._refuse("step()")
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to save a checkpoint. It raises PhaseError."""
-        self._refuse("save_checkpoint()")
-
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
-        raise PhaseError(
-            f"{what} of an engine for inference: it has no optimizer and changes nothing in the store; pass an "
-            "optimizer to initialize(), or write one into the config"
-        )
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state by name, as copies on the CPU: parameters, their tied names, and buffers."""
@@ -193,27 +162,7 @@ class InferenceEngine(EngineGetters):
         self._refusal.remove()
         self._copying.remove()
         disown(self._parts.parameters)
-        self._resources.close()
-
-    # DeepSpeed calls `close` of an engine `destroy`.
-    destroy = close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, because the engine has none of this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        return getattr(self.module, name)
+        super().close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Return the engine if `fn`, which `to` or `half` passes, would change no tensor. Refuse the call if it would.

@@ -9,31 +9,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine_getters import EngineGetters
-from trainer_client.errors import ConfigError, PhaseError
+from trainer_client.errors import ConfigError
+from trainer_client.inference.base import ComputingEngine
 from trainer_client.inference.opening import InitialArguments, take_over
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.node_store import join_processes
-from trainer_client.step.gradients import ReductionSchedule
-from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+from trainer_client.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
 
 
-class WholeEngine(EngineGetters):
+class WholeEngine(ComputingEngine):
     """The engine that `initialize` without an optimizer returns at stages 0 to 2.
 
     Its forward is the model's, with gradients if the caller wants them. It has no step. It has the getters for the
@@ -45,6 +42,8 @@ class WholeEngine(EngineGetters):
         local_rank: the number of this rank on its node.
     """
 
+    _refusing = "an engine without an optimizer: it trains nothing and has no store"
+
     def __init__(
         self,
         model: nn.Module,
@@ -54,75 +53,15 @@ class WholeEngine(EngineGetters):
         local_rank: int,
         resources: ExitStack,
     ) -> None:
-        """Wrap a model whose weights are on its device already.
-
-        Args:
-            collectives: the collectives that have distributed the model. The engine itself does not communicate.
-            resources: the exit stack that `close` closes.
-        """
-        super().__init__()
-        self.module = model
+        """Wrap a model whose weights are on its device already. `close` leaves the process group that was joined."""
+        super().__init__(model, settings, sizes, collectives, local_rank, resources)
         self.training = model.training
-        self.device = collectives.device
-        self.local_rank = local_rank
-        self._settings = settings
-        self._collectives = collectives
-        self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
-        self._precision = PrecisionPolicy.of(settings)
-        self._resources = resources
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""
-        if self._precision.compute_dtype is not None:
-            args, kwargs = cast_floating_inputs((args, kwargs), self._precision.compute_dtype)
+        args, kwargs = self._cast(args, kwargs)
         with self._precision.autocast(self.device):
             return self.module(*args, **kwargs)
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a backward pass. It raises PhaseError."""
-        self._refuse("backward()")
-
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a training step. It raises PhaseError."""
-        self._refuse("step()")
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a checkpoint. It raises PhaseError."""
-        self._refuse("save_checkpoint()")
-
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
-        raise PhaseError(
-            f"{what} of an engine without an optimizer: it trains nothing and has no store; pass an optimizer to "
-            "initialize(), or write one into the config"
-        )
-
-    def close(self) -> None:
-        """Leave the process group if `initialize` has joined it. The model keeps its weights.
-
-        A repeated call has no effect.
-        """
-        self._resources.close()
-
-    # DeepSpeed's name for the end of an engine.
-    destroy = close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, because the engine has none of this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        return getattr(self.module, name)
 
 
 @torch.no_grad()
