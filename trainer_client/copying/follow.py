@@ -247,7 +247,7 @@ class Follower:
             while True:
                 origin = self._origin.connection
                 try:
-                    for commit in StoreClientSync(origin).watch_within(self._watching, self._order.job):
+                    for commit in StoreClientSync(origin).watch(self._order.job, timeout=self._watching):
                         with self._changed:
                             self._newest = commit.step
                             self._changed.notify_all()
@@ -301,7 +301,7 @@ class Follower:
     def _ask_job(self) -> StoredJob | None:
         """Return the job as the origin has it; None if it has nothing of it. It can raise StoreError."""
         call = Call(_GONE_SECONDS, _GONE_SECONDS)
-        jobs = StoreClientSync(self._origin.connection).list_jobs_within(call)
+        jobs = StoreClientSync(self._origin.connection).list_jobs(timeout=call)
         return next((job for job in jobs if job.name == self._order.job), None)
 
     def _copy(self) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 import torch
 
@@ -20,15 +21,16 @@ from trainer_client.errors import ConfigError
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, Timeout
 from trainer_client.store_client.reader import StoreReaderSync
-from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_client.types import Commit, Placement, TensorSpec
 from trainer_client.store_client.writer import DEFAULT_SHARD_BYTES, StoreWriterSync
-from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.transport.credentials import Credentials
 
 # The number of calls that run at once; further calls wait for a thread.
 _THREADS = 16
 
 T = TypeVar("T")
+P = ParamSpec("P")
+SyncT = TypeVar("SyncT", bound=StoreClientSync | StoreReaderSync | StoreWriterSync)
 
 
 class _Threads:
@@ -39,18 +41,19 @@ class _Threads:
         self._pool = ThreadPoolExecutor(_THREADS, "paramserver-store")
         self._is_closed = False
 
-    async def run(self, call: Call, work: Callable[[], T], *, close: Callable[[T], None] | None = None) -> T:
-        """Run `work` on a thread and return its result.
+    async def run(self, timeout: Timeout, work: Callable[[Call], T], *, close: Callable[[T], None] | None = None) -> T:
+        """Run `work` on a thread, as a call with that deadline, and return its result.
 
-        If the task is cancelled, cancel `call`, wait until `work` does not touch the caller's tensors any more, and
+        If the task is cancelled, cancel the call, wait until `work` does not touch the caller's tensors any more, and
         raise CancelledError. If `work` still returns a result later, `close` closes it.
 
         Raises:
-            ConfigError: the client was closed.
+            ConfigError: the client was closed, or the timeout is not positive.
         """
+        call = Call(timeout)
         if self._is_closed:
             raise ConfigError(f"the client of {self._address} was closed; connect another")
-        future = self._pool.submit(work)
+        future = self._pool.submit(work, call)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
@@ -69,13 +72,41 @@ class _Threads:
         await asyncio.shield(asyncio.wrap_future(last))
 
 
-class StoreClient:
-    """A connection to a store daemon; `StoreClientSync` documents the calls, their arguments and errors."""
+class _Face(Generic[SyncT]):
+    """The asyncio face of a client, a reader or a writer."""
 
-    def __init__(self, client: StoreClientSync, threads: _Threads) -> None:
-        """Wrap an open client; users call `connect`."""
-        self._client = client
+    def __init__(self, sync: SyncT, threads: _Threads) -> None:
+        """Wrap an open one; users call `StoreClient.connect` and its methods."""
+        self._sync = sync
         self._threads = threads
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close it as its class of the same name with "Sync" does. A repeated call has no effect."""
+        await asyncio.shield(asyncio.to_thread(self._sync.close))
+
+
+def _awaited(
+    method: Callable[Concatenate[SyncT, P], T],
+) -> Callable[Concatenate[_Face[SyncT], P], Coroutine[Any, Any, T]]:
+    """Return the asyncio form of a method that takes a `timeout`, with the same arguments, result and errors."""
+
+    async def awaited(self: _Face[SyncT], *arguments: Any, timeout: Timeout = None, **options: Any) -> T:
+        work: Callable[..., T] = method
+        return await self._threads.run(timeout, lambda call: work(self._sync, *arguments, timeout=call, **options))
+
+    return cast(
+        "Callable[Concatenate[_Face[SyncT], P], Coroutine[Any, Any, T]]", functools.update_wrapper(awaited, method)
+    )
+
+
+class StoreClient(_Face[StoreClientSync]):
+    """A connection to a store daemon; `StoreClientSync` documents the calls, their arguments and errors."""
 
     @classmethod
     async def connect(
@@ -88,44 +119,27 @@ class StoreClient:
         timeout: Timeout = None,
     ) -> StoreClient:
         """Connect, and wait until the daemon answers. It raises what `StoreClientSync.connect` raises."""
-        threads, call = _Threads(address), Call(timeout, CONTROL_DEADLINE_SECONDS)
+        threads = _Threads(address)
         connected = await threads.run(
-            call,
-            lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
+            timeout,
+            lambda call: StoreClientSync.connect(
+                address, credentials=credentials, client=client, prefer_streams=prefer_streams, timeout=call
+            ),
             close=StoreClientSync.close,
         )
         return cls(connected, threads)
 
-    async def __aenter__(self) -> StoreClient:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """End the client, and with it all readers and writers that are still open; see `StoreClientSync.close`."""
-        await self._threads.close(self._client.close)
+        await self._threads.close(self._sync.close)
 
     @property
     def maps_memory(self) -> bool:
         """Whether tensors are copied from and to the daemon's memory; otherwise gRPC sends them."""
-        return self._client.maps_memory
+        return self._sync.maps_memory
 
-    async def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
-        """Return the jobs that this client may read, sorted by name.
-
-        It raises what `StoreClientSync.list_jobs` raises.
-        """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return await self._threads.run(call, lambda: self._client.list_jobs_within(call))
-
-    async def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
-        """Return the tensors of a job whose names begin with `prefix`.
-
-        It raises what `StoreClientSync.list_tensors` raises.
-        """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return await self._threads.run(call, lambda: self._client.list_tensors_within(call, job, prefix))
+    list_jobs = _awaited(StoreClientSync.list_jobs)
+    list_tensors = _awaited(StoreClientSync.list_tensors)
 
     async def open(
         self,
@@ -138,11 +152,10 @@ class StoreClient:
         timeout: Timeout = None,
     ) -> StoreWriter:
         """Open a job for writing, and create it if it does not exist. It raises what `StoreClientSync.open` raises."""
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         writer = await self._threads.run(
-            call,
-            lambda: self._client.open_within(
-                call, job, tensors, durability=durability, placement=placement, shard_bytes=shard_bytes
+            timeout,
+            lambda call: self._sync.open(
+                job, tensors, durability=durability, placement=placement, shard_bytes=shard_bytes, timeout=call
             ),
             close=StoreWriterSync.close,
         )
@@ -155,9 +168,10 @@ class StoreClient:
 
         The arguments and errors are those of `StoreClientSync.read`.
         """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         reader = await self._threads.run(
-            call, lambda: self._client.read_within(call, job, step, settled=settled), close=StoreReaderSync.close
+            timeout,
+            lambda call: self._sync.read(job, step=step, settled=settled, timeout=call),
+            close=StoreReaderSync.close,
         )
         return StoreReader(reader, self._threads)
 
@@ -166,7 +180,7 @@ class StoreClient:
 
         The arguments and errors are those of `StoreClientSync.watch`.
         """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        call = Call(timeout)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Commit | BaseException] = asyncio.Queue()
 
@@ -177,7 +191,7 @@ class StoreClient:
 
         def listen() -> None:
             try:
-                for commit in self._client.watch_within(call, job, settled=settled):
+                for commit in self._sync.watch(job, settled=settled, timeout=call):
                     tell(commit)
             except BaseException as error:
                 tell(error)
@@ -194,124 +208,41 @@ class StoreClient:
             call.cancel()
 
 
-class StoreWriter:
-    """A job that is open for writing; see StoreWriterSync."""
-
-    def __init__(self, writer: StoreWriterSync, threads: _Threads) -> None:
-        """Wrap an open writer; users call `StoreClient.open`."""
-        self._writer = writer
-        self._threads = threads
+class StoreWriter(_Face[StoreWriterSync]):
+    """A job that is open for writing; see StoreWriterSync. A cancelled `put` abandons the step."""
 
     @property
     def name(self) -> str:
         """The name of the job."""
-        return self._writer.name
+        return self._sync.name
 
     @property
     def step(self) -> int | None:
         """The newest committed step; None if nothing is committed yet."""
-        return self._writer.step
+        return self._sync.step
 
-    async def __aenter__(self) -> StoreWriter:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """End the session; tensors that were put but not committed are discarded."""
-        await asyncio.shield(asyncio.to_thread(self._writer.close))
-
-    async def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
-        """Put values of tensors for the next step. If cancelled, abandon the step.
-
-        It raises what `StoreWriterSync.put` raises.
-        """
-        call = Call(timeout, LEASE_DEADLINE_SECONDS)
-        await self._threads.run(call, lambda: self._writer.put_within(call, tensors))
-
-    async def commit(self, *, timeout: Timeout = None) -> int:
-        """Commit the values that were put as the next step, and return the step's number.
-
-        It raises what `StoreWriterSync.commit` raises.
-        """
-        call = Call(timeout, COMMIT_DEADLINE_SECONDS)
-        return await self._threads.run(call, lambda: self._writer.commit_within(call))
-
-    async def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discard the values that were put since the last commit, and return the newest committed step.
-
-        It raises what `StoreWriterSync.roll_back` raises.
-        """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return await self._threads.run(call, lambda: self._writer.roll_back_within(call))
+    put = _awaited(StoreWriterSync.put)
+    commit = _awaited(StoreWriterSync.commit)
+    roll_back = _awaited(StoreWriterSync.roll_back)
 
 
-class StoreReader:
+class StoreReader(_Face[StoreReaderSync]):
     """A reader of one committed step; see StoreReaderSync."""
-
-    def __init__(self, reader: StoreReaderSync, threads: _Threads) -> None:
-        """Wrap an open reader; users call `StoreClient.read`."""
-        self._reader = reader
-        self._threads = threads
 
     @property
     def job(self) -> str:
         """The name of the job."""
-        return self._reader.job
+        return self._sync.job
 
     @property
     def step(self) -> int:
         """The step that is read."""
-        return self._reader.step
+        return self._sync.step
 
-    async def __aenter__(self) -> StoreReader:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the reader; the store may then delete the step."""
-        await asyncio.shield(asyncio.to_thread(self._reader.close))
-
-    async def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
-        """Return the tensors whose names begin with `prefix`. It raises what `StoreReaderSync.tensors` raises."""
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return await self._threads.run(call, lambda: self._reader.tensors_within(call, prefix))
-
-    async def get(
-        self,
-        fqn: str,
-        *,
-        kind: Kind = "param",
-        offset: int | None = None,
-        numel: int | None = None,
-        out: torch.Tensor | None = None,
-        timeout: Timeout = None,
-    ) -> torch.Tensor:
-        """Return a tensor, or a range of it, as it was at the step. Arguments and errors: see StoreReaderSync.get."""
-        call = Call(timeout, LEASE_DEADLINE_SECONDS)
-        return await self._threads.run(
-            call, lambda: self._reader.get_within(call, fqn, kind=kind, offset=offset, numel=numel, out=out)
-        )
-
-    async def get_many(
-        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
-    ) -> dict[str, torch.Tensor]:
-        """Return tensors as they were at the step, by name. It raises what `StoreReaderSync.get_many` raises."""
-        call = Call(timeout, LEASE_DEADLINE_SECONDS)
-        wanted = list(fqns)
-        return await self._threads.run(call, lambda: self._reader.get_many_within(call, wanted, kind))
-
-    async def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
-        """Let the store bring tensors into its host memory ahead of `get`.
-
-        It raises what `StoreReaderSync.prefetch` raises.
-        """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        wanted = list(fqns)
-        await self._threads.run(call, lambda: self._reader.prefetch_within(call, wanted, kind))
+    tensors = _awaited(StoreReaderSync.tensors)
+    get = _awaited(StoreReaderSync.get)
+    get_many = _awaited(StoreReaderSync.get_many)
+    prefetch = _awaited(StoreReaderSync.prefetch)
 
 
 def _close_result(done: Future[T], close: Callable[[T], None] | None) -> None:

@@ -44,7 +44,7 @@ class StoreClientSync:
         credentials: Credentials | None = None,
         client: str | None = None,
         prefer_streams: bool = False,
-        timeout: Timeout = None,
+        timeout: Timeout | Call = None,
     ) -> StoreClientSync:
         """Connect, and wait until the daemon answers.
 
@@ -61,14 +61,7 @@ class StoreClientSync:
             UnauthenticatedError: the daemon does not know the token.
             StoreUnavailableError: no daemon answered in time.
         """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return cls.connect_within(call, address, credentials, client, prefer_streams=prefer_streams)
-
-    @classmethod
-    def connect_within(
-        cls, call: Call, address: str, credentials: Credentials | None, client: str | None, *, prefer_streams: bool
-    ) -> StoreClientSync:
-        """Connect within the deadline of `call`; see `connect`."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         name = client or f"{socket.gethostname()}, process {os.getpid()}"
         shown = Credentials.from_environment(os.environ) if credentials is None else credentials
         connection = Connection(address, name, shown, prefer_streams=prefer_streams)
@@ -102,32 +95,26 @@ class StoreClientSync:
         """Whether tensors are copied from and to the daemon's memory, as on its own node; otherwise gRPC sends them."""
         return self._connection.maps_memory
 
-    def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
+    def list_jobs(self, *, timeout: Timeout | Call = None) -> list[StoredJob]:
         """Return the jobs that this client may read, sorted by name.
 
         Raises:
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        return self.list_jobs_within(Call(timeout, CONTROL_DEADLINE_SECONDS))
-
-    def list_jobs_within(self, call: Call) -> list[StoredJob]:
-        """List jobs within the deadline of `call`; see `list_jobs`."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         response = self._connection.resume(
             call, lambda session: session.call("ListStoredJobs", pb.ListStoredJobsRequest(), call)
         )
         return [StoredJob.from_proto(job) for job in response.jobs]
 
-    def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
+    def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout | Call = None) -> list[StoredTensor]:
         """Return the tensors of a job whose names begin with `prefix`, sorted by name.
 
         Raises:
             StoreNotFoundError: there is no such job.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        return self.list_tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, prefix)
-
-    def list_tensors_within(self, call: Call, job: str, prefix: str) -> list[StoredTensor]:
-        """List tensors within the deadline of `call`; see `list_tensors`."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         check_name("job", job)
         check_name("tensor", prefix)
         return self._connection.resume(call, lambda session: list_tensors(session, job, prefix, call))
@@ -140,7 +127,7 @@ class StoreClientSync:
         durability: str = "step",
         placement: Placement = "nvme",
         shard_bytes: int = DEFAULT_SHARD_BYTES,
-        timeout: Timeout = None,
+        timeout: Timeout | Call = None,
     ) -> StoreWriterSync:
         """Open a job for writing, and create it if it does not exist.
 
@@ -163,27 +150,14 @@ class StoreClientSync:
             StoreBudgetError: the store has no room for the job.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return self.open_within(call, job, tensors, durability=durability, placement=placement, shard_bytes=shard_bytes)
-
-    def open_within(
-        self,
-        call: Call,
-        job: str,
-        tensors: Mapping[str, TensorSpec | torch.Tensor],
-        *,
-        durability: str,
-        placement: Placement,
-        shard_bytes: int,
-    ) -> StoreWriterSync:
-        """Open a job within the deadline of `call`; see `open`."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         check_name("job", job)
         specs = {fqn: TensorSpec.given(fqn, tensor) for fqn, tensor in tensors.items()}
         layout = JobLayout(name=job, tensors=specs, durability=durability, placement=placement, shard_bytes=shard_bytes)
         return StoreWriterSync(self._connection, layout, call)
 
     def read(
-        self, job: str, *, step: int | None = None, settled: bool = True, timeout: Timeout = None
+        self, job: str, *, step: int | None = None, settled: bool = True, timeout: Timeout | Call = None
     ) -> StoreReaderSync:
         """Open a reader of a committed step of a job, the newest settled one by default.
 
@@ -204,24 +178,20 @@ class StoreClientSync:
             DataLossError: some bytes of the step are damaged.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        return self.read_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, step, settled=settled)
+        return StoreReaderSync(self._connection, job, step, Call.of(timeout, CONTROL_DEADLINE_SECONDS), settled=settled)
 
-    def read_within(self, call: Call, job: str, step: int | None, *, settled: bool) -> StoreReaderSync:
-        """Open a reader within the deadline of `call`; see `read`."""
-        return StoreReaderSync(self._connection, job, step, call, settled=settled)
-
-    def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout = None) -> StoreReaderSync:
+    def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout | Call = None) -> StoreReaderSync:
         """Open a reader of a step in a given layout, even if the job has a newer layout.
 
         It raises what `read` raises.
         """
-        return StoreReaderSync(self._connection, job, step, Call(timeout, CONTROL_DEADLINE_SECONDS), layout)
+        return StoreReaderSync(self._connection, job, step, Call.of(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
-    def read_kept(self, job: str, kept: str, *, timeout: Timeout = None) -> StoreReaderSync:
+    def read_kept(self, job: str, kept: str, *, timeout: Timeout | Call = None) -> StoreReaderSync:
         """Open a reader of a kept step of a job, by its name. It raises what `read` raises."""
-        return StoreReaderSync(self._connection, job, None, Call(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
+        return StoreReaderSync(self._connection, job, None, Call.of(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
 
-    def watch(self, job: str, *, settled: bool = True, timeout: Timeout = None) -> Iterator[Commit]:
+    def watch(self, job: str, *, settled: bool = True, timeout: Timeout | Call = None) -> Iterator[Commit]:
         """Yield the newest settled step of a job, if there is one, then each step as it is settled.
 
         If several steps are settled before the caller asks for the next one, only the newest of them is yielded.
@@ -236,10 +206,7 @@ class StoreClientSync:
             StoreNotFoundError: there is no such job, or it was deleted.
             StoreTimeoutError, StoreUnavailableError: the daemon was away for too long.
         """
-        return self.watch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, settled=settled)
-
-    def watch_within(self, call: Call, job: str, *, settled: bool = True) -> Iterator[Commit]:
-        """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         check_name("job", job)
         return self._watch(call, job, settled=settled)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -52,7 +53,7 @@ class CallCancelledError(Exception):
 class Call:
     """One call of a user: its deadline, whether it was cancelled, and whether it is using the user's tensors."""
 
-    def __init__(self, timeout: Timeout, default_seconds: float) -> None:
+    def __init__(self, timeout: Timeout, default_seconds: float = math.inf) -> None:
         """Start the deadline, which is `default_seconds` if `timeout` is None.
 
         Raises:
@@ -65,10 +66,23 @@ class Call:
         self.seconds = default_seconds if seconds is None else min(float(seconds), _LONGEST_SECONDS)
         if not self.seconds > 0:
             raise ConfigError(f"timeout {timeout} must be positive; leave it out for the default")
-        self._at = time.monotonic() + self.seconds
+        self._began = time.monotonic()
+        self._at = self._began + self.seconds
         self._cancelled = threading.Event()
         self._memory = threading.Lock()
         self._streams: set[Any] = set()
+
+    @classmethod
+    def of(cls, timeout: Timeout | Call, default_seconds: float) -> Call:
+        """Return the call of a method that was given `timeout`: one that begins now, or that of which it is a part.
+
+        If the call has no deadline, it gets one, `default_seconds` after its beginning.
+        """
+        call = timeout if isinstance(timeout, Call) else cls(timeout, default_seconds)
+        if math.isinf(call.seconds):
+            call.seconds = default_seconds
+            call._at = call._began + default_seconds
+        return call
 
     @property
     def left_seconds(self) -> float:

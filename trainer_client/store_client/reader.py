@@ -199,7 +199,7 @@ class StoreReaderSync:
         with contextlib.suppress(StoreError):
             held.session.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
 
-    def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
+    def tensors(self, prefix: str = "", *, timeout: Timeout | Call = None) -> list[StoredTensor]:
         """Return the tensors whose names begin with `prefix`, sorted by name.
 
         The entries with large buffers of ranks, which are no tensors of the model, are left out.
@@ -207,28 +207,22 @@ class StoreReaderSync:
         Raises:
             StoreError: the daemon cannot be reached.
         """
-        listed = self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
-        return [tensor for tensor in listed if not has_buffers(tensor.fqn)]
-
-    def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
-        """List tensors within the deadline of `call`; see `tensors`.
-
-        The descriptions are kept, so that `get` does not have to ask for them.
-        """
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         found = self._connection.resume(
             call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, self._kept)
         )
+        # The descriptions are kept, so that `get` does not have to ask for them.
         self._tensors |= {tensor.fqn: tensor for tensor in found}
-        return found
+        return [tensor for tensor in found if not has_buffers(tensor.fqn)]
 
-    def client_state(self, rank: int, *, timeout: Timeout = None) -> bytes:
+    def client_state(self, rank: int, *, timeout: Timeout | Call = None) -> bytes:
         """Return the client state of a rank: the bytes that its trainer stored with the commit of the step.
 
         Raises:
             StoreNotFoundError: the rank was not attached to this store.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
 
         def attempt(session: StoreSession) -> bytes:
             request = pb.ReadClientStateRequest(reader_id=self._attach(session, call).reader_id, rank=rank)
@@ -244,7 +238,7 @@ class StoreReaderSync:
         offset: int | None = None,
         numel: int | None = None,
         out: torch.Tensor | None = None,
-        timeout: Timeout = None,
+        timeout: Timeout | Call = None,
     ) -> torch.Tensor:
         """Return a tensor, or a range of it, as it was at the step.
 
@@ -265,14 +259,7 @@ class StoreReaderSync:
             DataLossError: the stored bytes are damaged.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
-        return self.get_within(
-            Call(timeout, LEASE_DEADLINE_SECONDS), fqn, kind=kind, offset=offset, numel=numel, out=out
-        )
-
-    def get_within(
-        self, call: Call, fqn: str, *, kind: Kind, offset: int | None, numel: int | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Read a tensor within the deadline of `call`; see `get`."""
+        call = Call.of(timeout, LEASE_DEADLINE_SECONDS)
         whole, dtype, target = self._describe(call, fqn, kind, offset, numel)
         shape = whole if offset is None and numel is None else (target.numel,)
         result = torch.empty(shape, dtype=dtype) if out is None else _check_out(out, dtype, target)
@@ -288,17 +275,14 @@ class StoreReaderSync:
         return result
 
     def get_many(
-        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
+        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout | Call = None
     ) -> dict[str, torch.Tensor]:
         """Return tensors as they were at the step, by name. One request to the store reads thousands of small ones.
 
         Raises:
             StoreNotFoundError, StoreBudgetError, DataLossError, StoreTimeoutError, StoreUnavailableError: see `get`.
         """
-        return self.get_many_within(Call(timeout, LEASE_DEADLINE_SECONDS), fqns, kind)
-
-    def get_many_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> dict[str, torch.Tensor]:
-        """Read tensors within the deadline of `call`; see `get_many`."""
+        call = Call.of(timeout, LEASE_DEADLINE_SECONDS)
         names = list(dict.fromkeys(fqns))
         self._look_up(call, names)
         described = {fqn: self._describe(call, fqn, kind, None, None) for fqn in names}
@@ -323,10 +307,10 @@ class StoreReaderSync:
         self._connection.resume(call, lambda session: _take_each(self._attach(session, call), call, remaining, take))
         for fqn in names:
             if fqn not in found:
-                found[fqn] = self.get_within(call, fqn, kind=kind, offset=None, numel=None, out=None)
+                found[fqn] = self.get(fqn, kind=kind, timeout=call)
         return {fqn: found[fqn] for fqn in names}
 
-    def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
+    def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout | Call = None) -> None:
         """Let the store bring tensors into its host memory, for the next `get` of each. It does not wait.
 
         At most _PARTS_AHEAD parts are prefetched; `get` reads the others when it is called.
@@ -335,10 +319,7 @@ class StoreReaderSync:
             StoreNotFoundError: the job has no such tensor.
             StoreUnavailableError: the daemon cannot be reached.
         """
-        self.prefetch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), fqns, kind)
-
-    def prefetch_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> None:
-        """Prefetch within the deadline of `call`; see `prefetch`."""
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         targets = [self._describe(call, fqn, kind, None, None) for fqn in fqns]
 
         def attempt(session: StoreSession) -> None:

@@ -90,7 +90,7 @@ class StoreWriterSync:
             if self._session is not None:
                 self._session.close()
 
-    def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
+    def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout | Call = None) -> None:
         """Put the values that tensors will have in the next step, which `commit` then commits.
 
         Each tensor is put whole and at most once in a step. A tensor that is not put keeps its value, but the first
@@ -108,33 +108,7 @@ class StoreWriterSync:
             StoreBudgetError: the store's memory or disk had no room; the step is abandoned.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time; the step is abandoned.
         """
-        self.put_within(Call(timeout, LEASE_DEADLINE_SECONDS), tensors)
-
-    def commit(self, *, timeout: Timeout = None) -> int:
-        """Commit the values that were put as the job's next step, atomically, and return the step's number.
-
-        If the daemon dies meanwhile, this waits for its restart and finds out whether the step was committed.
-
-        Raises:
-            StepAbortedError: the step was not committed: put its tensors again.
-            StoreTimeoutError, StoreUnavailableError: whether it was committed could not be found out in time. Call
-                `roll_back` once the store answers again; then `step` shows it.
-            StoreError: the store refuses; the step is abandoned.
-        """
-        return self.commit_within(Call(timeout, COMMIT_DEADLINE_SECONDS))
-
-    def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discard the values that were put since the last commit.
-
-        Return the newest committed step; None if there is none.
-
-        Raises:
-            StoreError: the daemon cannot be reached, or refuses.
-        """
-        return self.roll_back_within(Call(timeout, CONTROL_DEADLINE_SECONDS))
-
-    def put_within(self, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors within the deadline of `call`; see `put`."""
+        call = Call.of(timeout, LEASE_DEADLINE_SECONDS)
         for fqn, tensor in tensors.items():
             self._check_tensor(fqn, tensor)
         with self._lock:
@@ -154,8 +128,18 @@ class StoreWriterSync:
                 self._failure = StoreUnavailableError(grpc.StatusCode.CANCELLED, "a put was cancelled")
                 raise
 
-    def commit_within(self, call: Call) -> int:
-        """Commit within the deadline of `call`; see `commit`."""
+    def commit(self, *, timeout: Timeout | Call = None) -> int:
+        """Commit the values that were put as the job's next step, atomically, and return the step's number.
+
+        If the daemon dies meanwhile, this waits for its restart and finds out whether the step was committed.
+
+        Raises:
+            StepAbortedError: the step was not committed: put its tensors again.
+            StoreTimeoutError, StoreUnavailableError: whether it was committed could not be found out in time. Call
+                `roll_back` once the store answers again; then `step` shows it.
+            StoreError: the store refuses; the step is abandoned.
+        """
+        call = Call.of(timeout, COMMIT_DEADLINE_SECONDS)
         with self._lock:
             call.check()
             session = self._usable_session(call)
@@ -188,8 +172,15 @@ class StoreWriterSync:
             self._packing.clear()
             return step
 
-    def roll_back_within(self, call: Call) -> int | None:
-        """Roll back within the deadline of `call`; see `roll_back`."""
+    def roll_back(self, *, timeout: Timeout | Call = None) -> int | None:
+        """Discard the values that were put since the last commit.
+
+        Return the newest committed step; None if there is none.
+
+        Raises:
+            StoreError: the daemon cannot be reached, or refuses.
+        """
+        call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
         with self._lock:
             self._check_open()
             self._reopen(call)
