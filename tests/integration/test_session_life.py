@@ -355,10 +355,10 @@ def test_nothing_is_left_of_a_thousand_clients_that_connect_and_die(clients: Cli
 
 
 def test_a_client_that_cannot_map_the_arena_leaves_no_session(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: pb.Arena, *, is_announced: bool) -> None:
+    def fail(_: pb.Arena, driver: None, *, is_announced: bool) -> None:
         raise OSError("no address space")
 
-    monkeypatch.setattr("trainer_client.store_client.connection.Arena.map", fail)
+    monkeypatch.setattr("trainer_client.transport.attachment.Arena.map", fail)
     with pytest.raises(OSError, match="no address space"):
         StoreClientSync.connect(daemon.address, client="unmapped")
 

@@ -324,7 +324,7 @@ class StepWeights:
                         place.tensor.fqn: tensor.to(place.dtype, copy=True)
                         for place, tensor in zip(plan.places, _tensors(plan, views), strict=True)
                     }
-                    session.check()
+                    session.check_leases()
                     return HeldTensors(cast)
                 finally:
                     release(session, ids)

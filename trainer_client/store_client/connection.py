@@ -15,22 +15,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.transport.arena import Arena, Generation
+from trainer_client.transport.arena import Generation
+from trainer_client.transport.attachment import OpenSession
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate, waiting_line
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import patience_seconds
 from trainer_client.transport.own_process import OwnProcess
-from trainer_client.transport.pinning import is_announced
 from trainer_client.transport.session import Session
 from trainer_client.transport.streams import Streams
 
@@ -163,59 +163,32 @@ class _CancellableChannel:
         return lambda *arguments, **options: self._call.track(begin(*arguments, **options))
 
 
-class StoreSession:
-    """One session with the daemon."""
+class StoreSession(OpenSession):
+    """One session with the daemon, whose calls keep the deadlines of calls of a user."""
 
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool, timeout_seconds: float) -> None:
-        """Open the session, within `timeout_seconds`.
-
-        Raises:
-            StoreError: the daemon refuses it.
-            OSError: the daemon's arena cannot be mapped. The session is closed again.
-        """
-        self._stub: Any = pb_grpc.ParameterStoreStub(channel)
+        """Open the session, within `timeout_seconds`; see OpenSession."""
         self._channel = channel
         self._is_closed = False
-        registers = is_announced()
-        self._session = Session(self._stub, client, registers_arena=registers, timeout_seconds=timeout_seconds)
-        with contextlib.ExitStack() as after_error:
-            after_error.callback(self._session.close)
-            welcome = self._session.welcome
-            self.session_id = welcome.session_id
-            self.epoch = welcome.epoch
-            self.arena_bytes = welcome.arena.size_bytes
-            self.patience_seconds = patience_seconds(welcome)
-            self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
-            # The daemon's capabilities, by the names of paramserver/contract/capabilities.py.
-            self.capabilities = frozenset(welcome.capabilities)
-            self._arena = None if prefer_streams else Arena.map(welcome.arena, is_announced=registers)
-            after_error.pop_all()
+        begin = partial(Session, client=client, timeout_seconds=timeout_seconds)
+        super().__init__(channel, begin, prefer_streams=prefer_streams)
 
     @property
     def maps_memory(self) -> bool:
         """Whether bytes are copied through the mapped arena; otherwise gRPC sends them."""
-        return self._arena is not None
+        return self.arena is not None
 
     def map_privately(self) -> memoryview | None:
         """Map the arena for reading, see `Arena.map_privately`.
 
         Return None if this session cannot map it; the caller then copies the bytes of its leases.
         """
-        return None if self._arena is None else self._arena.map_privately()
+        return None if self.arena is None else self.arena.map_privately()
 
     @property
     def has_ended(self) -> bool:
         """Whether the session is known to have ended."""
-        return self._session.failure is not None
-
-    def check(self) -> None:
-        """Check that the memory of leases still has the leased bytes. Call this after the bytes were used.
-
-        Raises:
-            SessionEndedError: the daemon has ended the session, so the bytes may have been those of another session.
-        """
-        if self._arena is not None:
-            self._arena.check()
+        return self.session.failure is not None
 
     def generation(self) -> Generation | None:
         """Return an object that tells, also after `close`, whether the daemon had ended the session.
@@ -224,7 +197,7 @@ class StoreSession:
 
         Raise StoreUnavailableError if the session is closed.
         """
-        return None if self._arena is None else self._arena.generation()
+        return None if self.arena is None else self.arena.generation()
 
     def goes_on(self, call: Call) -> bool:
         """Wait until a broken stream is resumed or the session has ended, and return whether the session goes on.
@@ -234,7 +207,7 @@ class StoreSession:
         if self._is_closed:
             return False
         try:
-            self._session.wait_until_attached(call.left_seconds)
+            self.session.wait_until_attached(call.left_seconds)
         except StoreTimeoutError:
             raise
         except StoreError:
@@ -255,21 +228,16 @@ class StoreSession:
 
     def close(self) -> None:
         """End the session, and with it its leases and readers; idempotent. In a forked child, this does nothing."""
-        if not self._session.process.is_here:
-            return
-        self._is_closed = True
-        if self._arena is not None:
-            # The arena is closed before the session, because the store reuses memory that this process can write to
-            # only after this process has unmapped it.
-            self._arena.close()
-        self._session.close()
+        if self.session.process.is_here:
+            self._is_closed = True
+            super().close()
 
     def break_off(self) -> None:
         """Leave the session without closing it, so that the daemon treats the connection as lost, as after a kill."""
         self._is_closed = True
-        if self._arena is not None:
-            self._arena.close()
-        self._session.break_off()
+        if self.arena is not None:
+            self.arena.close()
+        self.session.break_off()
 
     def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
         """Copy the bytes of a read lease to `target` (uint8), from the arena or by a stream.
@@ -277,9 +245,9 @@ class StoreSession:
         It can raise StoreError.
         """
         with call.at_memory():
-            if self._arena is not None:
-                target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
-                self._arena.check()
+            if self.arena is not None:
+                target.copy_(self.arena.view(lease.arena_offset, lease.size_bytes))
+                self.arena.check()
             else:
                 source = pb.ReadRequest.Open(lease_id=lease.lease_id)
                 self._streams(call).read(source, target.numpy().data, call.left_seconds)
@@ -287,12 +255,12 @@ class StoreSession:
     def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor) -> None:
         """Fill a write lease with `source` (uint8, on any device), and its rest with zeros. It can raise StoreError."""
         with call.at_memory():
-            if self._arena is not None:
-                view = self._arena.view(lease.arena_offset, lease.size_bytes)
+            if self.arena is not None:
+                view = self.arena.view(lease.arena_offset, lease.size_bytes)
                 view[: source.numel()] = source
                 # The padding is zeroed because the memory may still have bytes of another session.
                 view[source.numel() :] = 0
-                self._arena.check()
+                self.arena.check()
             else:
                 padding = lease.size_bytes - source.numel()
                 padded = torch.nn.functional.pad(source, (0, padding)) if padding else source
@@ -304,9 +272,9 @@ class StoreSession:
         It can raise StoreError.
         """
         with call.at_memory():
-            if self._arena is not None:
-                self._arena.view(lease.arena_offset, lease.size_bytes)[at : at + source.numel()] = source
-                self._arena.check()
+            if self.arena is not None:
+                self.arena.view(lease.arena_offset, lease.size_bytes)[at : at + source.numel()] = source
+                self.arena.check()
             else:
                 self._streams(call).write(lease.lease_id, source.numpy().data, call.left_seconds, at)
 
@@ -314,7 +282,7 @@ class StoreSession:
         def check() -> None:
             call.check()
             self._check_open()
-            self._session.check()
+            self.session.check()
 
         channel: Any = _CancellableChannel(self._channel, call)
         return Streams(channel, self.session_id, check)
@@ -322,7 +290,7 @@ class StoreSession:
     def begin(self, method: str, request: Any, timeout_seconds: float) -> Any:
         """Begin a unary call and return grpc's future of it."""
         request.session_id = self.session_id
-        future = self._invoke(getattr(self._stub, method).future, request, timeout=timeout_seconds)
+        future = self._invoke(getattr(self.stub, method).future, request, timeout=timeout_seconds)
         # This callback does nothing. It is added because grpc otherwise cancels the call when its future is
         # garbage-collected.
         future.add_done_callback(lambda _: None)
@@ -331,7 +299,7 @@ class StoreSession:
     def stream(self, method: str, request: Any, call: Call) -> Iterator[Any]:
         """Make a call that answers with a stream, and yield its responses. It can raise StoreError."""
         request.session_id = self.session_id
-        responses = call.track(self._invoke(getattr(self._stub, method), request, timeout=call.left_seconds))
+        responses = call.track(self._invoke(getattr(self.stub, method), request, timeout=call.left_seconds))
         try:
             yield from responses
         except grpc.RpcError as error:
@@ -342,10 +310,10 @@ class StoreSession:
     def watch(self, job: str, call: Call, *, settled: bool = True) -> Any:
         """Begin the call WatchJob and return grpc's iterator of its responses."""
         request = pb.WatchJobRequest(session_id=self.session_id, job=job, unsettled=not settled)
-        return call.track(self._invoke(self._stub.WatchJob, request))
+        return call.track(self._invoke(self.stub.WatchJob, request))
 
     def _check_open(self) -> None:
-        self._session.process.check()
+        self.session.process.check()
         # A call on a closed channel would fail with ValueError, which grpc's interceptors hide in its result.
         if self._is_closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
@@ -360,7 +328,7 @@ class StoreSession:
 
     def call(self, method: str, request: Any, call: Call) -> Any:
         """Make a unary call and return its response. It can raise StoreError."""
-        call.allow(self.patience_seconds)
+        call.allow(patience_seconds(self.session.welcome))
         return result_of(self.begin(method, request, call.left_seconds))
 
 

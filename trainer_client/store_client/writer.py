@@ -264,7 +264,8 @@ class StoreWriterSync:
     def _open_once_free(self, session: StoreSession, request: pb.OpenJobRequest, call: Call) -> Any:
         """Open the job and return the response; wait while this writer's own broken session still holds the job."""
         # The daemon ends a session within this time after its client went silent or its stream broke.
-        give_up_at = time.monotonic() + session.heartbeat_timeout_seconds + _HAND_OVER_SLACK_SECONDS
+        silent_seconds = session.session.welcome.heartbeat_timeout_millis / 1000
+        give_up_at = time.monotonic() + silent_seconds + _HAND_OVER_SLACK_SECONDS
         while True:
             try:
                 return session.call("OpenJob", request, call)

@@ -1,7 +1,8 @@
 """An attachment: one session with one daemon, and all that ends with it (channel, sender thread, mapped arena).
 
 When its daemon is restarted, a `RankStore` opens a new attachment. This module must never decide what a lost call
-means, because the `RankStore` and its journal decide that.
+means, because the `RankStore` and its journal decide that. `OpenSession` is what the sessions of a `StoreClient` are
+made of, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,71 @@ from trainer_client.transport.session import OnRankGone, Session
 from trainer_client.transport.streams import Streams
 
 
-class Attachment:
+class OpenSession:
+    """A session with a daemon, and the daemon's shared memory if it is mapped.
+
+    Attributes:
+        stub: makes the calls.
+        session: the session.
+        session_id: its name in the requests of calls.
+        epoch: the random name of the daemon's start.
+        arena_bytes: the size of the daemon's shared memory.
+        capabilities: the daemon's capabilities, by the names of paramserver/contract/capabilities.py.
+        arena: the mapping of that memory; None: the bytes of leases are sent by gRPC.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        begin: Callable[..., Session],
+        *,
+        prefer_streams: bool,
+        driver: Driver | None = None,
+    ) -> None:
+        """Open the session.
+
+        Args:
+            channel: the channel of the calls, which stays the caller's.
+            begin: makes the session of a stub; takes `registers_arena` by keyword.
+            prefer_streams: do not map the memory even if this is possible.
+            driver: registers the memory with this process's device; None: nothing is registered.
+
+        Raises:
+            StoreError: the daemon refuses the session or does not answer in time.
+            OSError: the memory cannot be mapped. The session is closed again.
+        """
+        self.stub = pb_grpc.ParameterStoreStub(channel)
+        if driver is not None:
+            announce()
+        registers = is_announced()
+        self.session = begin(self.stub, registers_arena=registers)
+        welcome = self.session.welcome
+        self.session_id = welcome.session_id
+        self.epoch = welcome.epoch
+        self.arena_bytes = welcome.arena.size_bytes
+        self.capabilities = frozenset(welcome.capabilities)
+        self.arena: Arena | None = None
+        with ExitStack() as after_error:
+            after_error.callback(self.session.close)
+            if not prefer_streams:
+                self.arena = Arena.map(welcome.arena, driver, is_announced=registers)
+            after_error.pop_all()
+
+    def close(self) -> None:
+        """End the session, and with it its leases and readers; idempotent."""
+        if self.arena is not None:
+            # The arena is closed before the session, because the store reuses memory that this process or its device
+            # can write to only after the device has done its copies and this process has unmapped the memory.
+            self.arena.close()
+        self.session.close()
+
+    def check_leases(self) -> None:
+        """Raise SessionEndedError if the leases are void, because their memory may hold another session's bytes."""
+        if self.arena is not None:
+            self.arena.check()
+
+
+class Attachment(OpenSession):
     """One session with one daemon, which the constructor opens.
 
     Args:
@@ -65,40 +130,24 @@ class Attachment:
         patience_seconds: float = 0.0,
     ) -> None:
         self._failure: StoreError | None = None
-        self.arena: Arena | None = None
         self._channel = open_channel(address, credentials, trace_parent)
-        with ExitStack() as opened:
-            opened.callback(self._channel.close)
-            self.stub = pb_grpc.ParameterStoreStub(self._channel)
-            self.admin = StoreAdminStub(self._channel)
-            if driver is not None:
-                announce()
-            registers = is_announced()
-            self.session = Session(
-                self.stub,
-                client,
-                registers_arena=registers,
-                on_lost=partial(on_lost, self),
-                on_rank_gone=on_rank_gone,
-                connect=partial(open_channel, address, credentials, trace_parent),
-                patience_seconds=patience_seconds,
-            )
-            opened.callback(self.session.close)
-            welcome = self.session.welcome
-            self.session_id = welcome.session_id
-            self.epoch = welcome.epoch
-            self.arena_bytes = welcome.arena.size_bytes
-            self.deadlines = Deadlines.of(welcome)
-            self.capabilities = frozenset(welcome.capabilities)
-            self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
-            opened.callback(self._sender.close)
-            self.arena = None if prefer_streams else Arena.map(welcome.arena, driver, is_announced=registers)
-            if self.arena is not None:
-                opened.callback(self.arena.close)
-            streams = Streams(self._channel, self.session_id, self.session.check)
-            self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
-            # Nothing has failed, so what was opened stays open.
-            opened.pop_all()
+        begin = partial(
+            Session,
+            client=client,
+            on_lost=partial(on_lost, self),
+            on_rank_gone=on_rank_gone,
+            connect=partial(open_channel, address, credentials, trace_parent),
+            patience_seconds=patience_seconds,
+        )
+        with ExitStack() as after_error:
+            after_error.callback(self._channel.close)
+            super().__init__(self._channel, begin, prefer_streams=prefer_streams, driver=driver)
+            after_error.pop_all()
+        self.admin = StoreAdminStub(self._channel)
+        self.deadlines = Deadlines.of(self.session.welcome)
+        self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
+        streams = Streams(self._channel, self.session_id, self.session.check)
+        self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
 
     @property
     def can_come_back(self) -> bool:
@@ -112,11 +161,8 @@ class Attachment:
     def close(self) -> None:
         """End the session, and with it all leases; idempotent."""
         self._sender.close()
-        if self.arena is not None:
-            # The arena is closed before the session, because the store reuses memory that this process or its device
-            # can write to only after the device has done its copies and this process has unmapped the memory.
-            self.arena.close()
-        self._close_connection()
+        super().close()
+        self._channel.close()
 
     def close_session(self) -> None:
         """End a session whose daemon is gone, but leave its arena mapped.
@@ -125,13 +171,10 @@ class Attachment:
         daemon. This object may live on for long, in the errors of the calls that the daemon did not answer.
         """
         self._sender.close()
-        self._close_connection()
-        if self.arena is not None:
-            self.arena.let_go()
-
-    def _close_connection(self) -> None:
         self.session.close()
         self._channel.close()
+        if self.arena is not None:
+            self.arena.let_go()
 
     def check(self) -> None:
         """Wait while a broken stream is being resumed, and report failures.
@@ -142,11 +185,6 @@ class Attachment:
         self.session.wait_until_attached()
         if self._failure is not None:
             raise self._failure
-
-    def check_leases(self) -> None:
-        """Raise SessionEndedError if the leases are void, because their memory may hold another session's bytes."""
-        if self.arena is not None:
-            self.arena.check()
 
     def owns(self, leased: LeasedBytes) -> bool:
         """Return whether the lease belongs to this session."""

@@ -840,7 +840,7 @@ class RankStore:
     @property
     def capabilities(self) -> frozenset[str]:
         """The capabilities of the daemon, by the names of paramserver/contract/capabilities.py."""
-        return frozenset(self._attachments.current.session.welcome.capabilities)
+        return self._attachments.current.capabilities
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """Request the counters of the store's tiers since the daemon's start. It does not wait.
