@@ -22,6 +22,7 @@ from tests.integration.support.store_client import Clients, refused
 from trainer_client import ConfigError, JobConflictError, StoreClient, StoreClientSync, StoreNotFoundError, TensorSpec
 from trainer_client.store_client.connection import Call, Connection
 from trainer_client.store_client.job_layout import PACK_BYTES, JobLayout
+from trainer_client.store_client.staging import registrations
 from trainer_client.store_client.types import bytes_of
 from trainer_client.transport.credentials import Credentials
 
@@ -171,7 +172,7 @@ def put_as_earlier_versions(address: str, name: str, tensor: torch.Tensor) -> No
     request = layout.open_request()
     request.layout = ""
     session.call("OpenJob", request, call)
-    for registration in layout.register_requests():
+    for registration in registrations(layout.groups()):
         session.call("RegisterShards", registration, call)
     for group, start, end in layout.shards("whole"):
         slab = pb.SlabName(group=group, kind=pb.KIND_PARAM)

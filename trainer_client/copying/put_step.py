@@ -8,11 +8,11 @@ committed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,16 +30,14 @@ from trainer_client.copying.stored_step import StoredStep, digest_batches
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.run import rolled_back
 from trainer_client.run.rolled_back import RollBacks
-from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
+from trainer_client.store_client.connection import Call, Connection, StoreSession
+from trainer_client.store_client.staging import Content, commit_step, put_slabs, registrations
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
 log = logging.getLogger(__name__)
 
-# The most slabs that are being published at the same time, while the next slab is filled. Each takes room in the
-# target's host memory.
-_PUBLISHED_AT_ONCE = 2
-# The most shards in one request: the store needs some milliseconds to parse this many.
-_SHARDS_A_REQUEST = 16_384
+# The most slabs that are filled or being published at the same time. Each takes room in the target's host memory.
+_SLABS_UNDER_WAY = 2
 # The most seconds for which the announcement of a copy is repeated, because the target's daemon may not have noticed
 # yet that the client of an interrupted copy is gone.
 _HAND_OVER_SECONDS = 2.0
@@ -415,7 +413,7 @@ class _Putting:
         if not self._run.is_same_layout and step.step:
             for session in sessions:
                 session.call("BeginLayout", pb.BeginLayoutRequest(first_step=step.step), call)
-        for registration in _registrations(self._step.groups()):
+        for registration in registrations(self._step.groups()):
             sessions[0].call("RegisterShards", registration, call)
 
     def _already_put(self, session: StoreSession, wanted: Sequence[StoredSlab]) -> set[tuple[str, int]]:
@@ -445,18 +443,27 @@ class _Putting:
     def _send(self, session: StoreSession, slabs: Sequence[StoredSlab]) -> dict[tuple[str, int], bytes]:
         """Send slabs, and return the digest of the bytes that were sent of each."""
         digests: dict[tuple[str, int], bytes] = {}
-        publishing: deque[Any] = deque()
         written = [slab for slab in slabs if slab.version is not None]
-        # A slab that the source never wrote has zeros. If the target has written it, zeros are sent.
-        never = ((slab, _zeros_of(slab)) for slab in slabs if slab.version is None)
-        for slab, parts in itertools.chain(self._source.read(written), never):
-            while len(publishing) >= _PUBLISHED_AT_ONCE:
-                result_of(publishing.popleft())
-            digest = xxhash.xxh3_128()
-            publishing.append(self._put(session, slab, self._counted(parts, digest)))
-            digests[slab.key] = digest.digest()
-        for published in publishing:
-            result_of(published)
+        never = [slab for slab in slabs if slab.version is None]
+
+        def contents() -> Iterator[Content]:
+            # A slab that the source never wrote has zeros. If the target has written it, zeros are sent.
+            zeros = ((slab, _zeros_of(slab)) for slab in never)
+            for slab, parts in itertools.chain(self._source.read(written), zeros):
+                digest = xxhash.xxh3_128()
+                yield slab.expand(self._counted(parts, digest))
+                digests[slab.key] = digest.digest()
+
+        # After a failure the source gives its leases back at once, and not when the error is forgotten.
+        with contextlib.closing(contents()) as sent:
+            put_slabs(
+                session,
+                self._step.step.step,
+                [slab.to_name() for slab in (*written, *never)],
+                sent,
+                lambda: Call(None, LEASE_DEADLINE_SECONDS),
+                most=_SLABS_UNDER_WAY,
+            )
         return digests
 
     def _counted(self, parts: Iterator[torch.Tensor], digest: Any) -> Iterator[torch.Tensor]:
@@ -466,20 +473,6 @@ class _Putting:
             yield part
             self._sent_bytes += part.numel()
             self._report(part.numel())
-
-    def _put(self, session: StoreSession, slab: StoredSlab, parts: Iterator[torch.Tensor]) -> Any:
-        """Fill a write lease on a slab, begin its publication, and return grpc's future of the publication."""
-        want = pb.AcquireLeasesRequest.Want(slab=slab.to_name(), mode=pb.LEASE_MODE_WRITE, step=self._step.step.step)
-        call = Call(None, LEASE_DEADLINE_SECONDS)
-        (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
-        try:
-            for at, data in slab.expand(parts):
-                session.copy_part_in(Call(None, LEASE_DEADLINE_SECONDS), lease, data, at)
-            releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
-            return session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), LEASE_DEADLINE_SECONDS)
-        except StoreError:
-            release(session, [lease.lease_id])
-            raise
 
     def _verify(self, session: StoreSession, slabs: Sequence[StoredSlab], sent: dict[tuple[str, int], bytes]) -> None:
         """Compare the bytes that the target reads back from its devices with those that were sent.
@@ -498,20 +491,12 @@ class _Putting:
         step = self._step.step.step
         # A job of several nodes can return only to a step that all its nodes have. So the target keeps its former step
         # until the next copy, because the copy of this step may fail on another node.
-        settled = self._run.newest or 0
-        call = Call(None, COMMIT_DEADLINE_SECONDS)
-        votes = [
-            session.begin(
-                "CommitStep",
-                pb.CommitStepRequest(step=step, client_state=state, settled_step=settled),
-                call.left_seconds,
-            )
-            for session, (_, state) in zip(sessions, sorted(self._step.client_states.items()), strict=True)
-        ]
-        answers = [result_of(vote) for vote in votes]
+        states = [state for _, state in sorted(self._step.client_states.items())]
+        votes = zip(sessions, states, strict=True)
+        durable = commit_step(step, votes, self._run.newest or 0, Call(None, COMMIT_DEADLINE_SECONDS))
         self._run.newest, self._run.is_same_layout = step, True
         self._settle(sessions[0])
-        return all(answer.durable for answer in answers)
+        return durable
 
     def _settle(self, session: StoreSession) -> None:
         """Have readers of the target see the step, which is whole there: it waits for no other node."""
@@ -550,19 +535,6 @@ def _digest_of(parts: Iterator[torch.Tensor]) -> bytes:
     for part in parts:
         digest.update(part.numpy().data)
     return digest.digest()
-
-
-def _registrations(groups: Sequence[pb.ShardGroup]) -> Iterator[pb.RegisterShardsRequest]:
-    """Yield requests that declare the groups, each with a limited number of shards."""
-    request, shards = pb.RegisterShardsRequest(), 0
-    for group in groups:
-        request.groups.append(group)
-        shards += 1 + len(group.shards)
-        if shards >= _SHARDS_A_REQUEST:
-            yield request
-            request, shards = pb.RegisterShardsRequest(), 0
-    if request.groups:
-        yield request
 
 
 def copy_step(

@@ -22,14 +22,13 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.checkpoint import CheckpointTensor, Values
 from trainer_client.model.slot_table import round_up
+from trainer_client.store_client.staging import registrations
 from trainer_client.store_client.types import Kind, Placement, durability_to_proto
 from trainer_client.transport.rank_store import RankStore, SlabName
 
 # The most elements of a shard group. A slab in fp32 then has 8 MiB, and this is the most of the arena that is leased at
 # a time.
 _GROUP_NUMEL = 2 << 20
-# The most shards in one registration. The store needs some milliseconds for this many.
-_SHARDS_AT_ONCE = 16_384
 # The beginning of the layout's name. A trainer's own layouts begin with a fingerprint in hexadecimal digits.
 _LAYOUT = "imported"
 _NONCE_BYTES = 4
@@ -122,8 +121,8 @@ class ImportedJob:
         # If the session ends before the layout's first commit, the store frees the layout with all that was written to
         # it. So a failed import leaves nothing behind.
         store.begin_layout(number)
-        for groups in self._registrations():
-            store.register_shards(groups)
+        for registration in registrations(map(self._to_proto, self._groups)):
+            store.register_shards(registration.groups)
         for group in self._groups:
             for kind in group.kinds:
                 self._write(store, group, kind, number)
@@ -175,19 +174,6 @@ class ImportedJob:
                     number += 1
                 group.add(tensor, offset, numel)
         yield from filling.values()
-
-    def _registrations(self) -> Iterator[list[pb.ShardGroup]]:
-        """Yield the declarations of all groups, for the store, with a limited number of shards at once."""
-        waiting: list[pb.ShardGroup] = []
-        count = 0
-        for group in self._groups:
-            waiting.append(self._to_proto(group))
-            count += len(group.shards)
-            if count >= _SHARDS_AT_ONCE:
-                yield waiting
-                waiting, count = [], 0
-        if waiting:
-            yield waiting
 
     def _to_proto(self, group: _Group) -> pb.ShardGroup:
         return pb.ShardGroup(

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -252,22 +252,8 @@ class StoreSession(OpenSession):
                 source = pb.ReadRequest.Open(lease_id=lease.lease_id)
                 self._streams(call).read(source, target.numpy().data, call.left_seconds)
 
-    def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor) -> None:
-        """Fill a write lease with `source` (uint8, on any device), and its rest with zeros. It can raise StoreError."""
-        with call.at_memory():
-            if self.arena is not None:
-                view = self.arena.view(lease.arena_offset, lease.size_bytes)
-                view[: source.numel()] = source
-                # The padding is zeroed because the memory may still have bytes of another session.
-                view[source.numel() :] = 0
-                self.arena.check()
-            else:
-                padding = lease.size_bytes - source.numel()
-                padded = torch.nn.functional.pad(source, (0, padding)) if padding else source
-                self._streams(call).write(lease.lease_id, padded.cpu().numpy().data, call.left_seconds)
-
-    def copy_part_in(self, call: Call, lease: pb.Lease, source: torch.Tensor, at: int) -> None:
-        """Fill the bytes of a write lease from byte `at` on with `source` (uint8, on the CPU).
+    def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor, at: int = 0) -> None:
+        """Fill the bytes of a write lease from byte `at` on with `source` (uint8, on any device).
 
         It can raise StoreError.
         """
@@ -276,7 +262,7 @@ class StoreSession(OpenSession):
                 self.arena.view(lease.arena_offset, lease.size_bytes)[at : at + source.numel()] = source
                 self.arena.check()
             else:
-                self._streams(call).write(lease.lease_id, source.numpy().data, call.left_seconds, at)
+                self._streams(call).write(lease.lease_id, source.cpu().numpy().data, call.left_seconds, at)
 
     def _streams(self, call: Call) -> Streams:
         def check() -> None:
@@ -287,10 +273,11 @@ class StoreSession(OpenSession):
         channel: Any = _CancellableChannel(self._channel, call)
         return Streams(channel, self.session_id, check)
 
-    def begin(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        """Begin a unary call and return grpc's future of it."""
+    def begin(self, method: str, request: Any, call: Call) -> Any:
+        """Begin a unary call, which the daemon may let wait for its patience, and return grpc's future of it."""
         request.session_id = self.session_id
-        future = self._invoke(getattr(self.stub, method).future, request, timeout=timeout_seconds)
+        call.allow(patience_seconds(self.session.welcome))
+        future = self._invoke(getattr(self.stub, method).future, request, timeout=call.left_seconds)
         # This callback does nothing. It is added because grpc otherwise cancels the call when its future is
         # garbage-collected.
         future.add_done_callback(lambda _: None)
@@ -328,8 +315,7 @@ class StoreSession(OpenSession):
 
     def call(self, method: str, request: Any, call: Call) -> Any:
         """Make a unary call and return its response. It can raise StoreError."""
-        call.allow(patience_seconds(self.session.welcome))
-        return result_of(self.begin(method, request, call.left_seconds))
+        return result_of(self.begin(method, request, call))
 
 
 class Connection:
@@ -501,8 +487,36 @@ def result_of(future: Any) -> Any:
         raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the call was cancelled") from None
 
 
-def release(session: StoreSession, lease_ids: list[int]) -> None:
+def release(session: StoreSession, lease_ids: Iterable[int]) -> None:
     """Release leases without waiting. A failure is ignored, because the leases then ended with their session."""
     releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id) for lease_id in lease_ids]
-    with contextlib.suppress(StoreUnavailableError):
-        session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), CONTROL_DEADLINE_SECONDS)
+    with contextlib.suppress(StoreError):
+        session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), Call(None, CONTROL_DEADLINE_SECONDS))
+
+
+class LeaseRequest:
+    """A request for leases, all or none, that is under way in a session. Each is to be used or given back."""
+
+    def __init__(self, session: StoreSession, wants: Sequence[pb.AcquireLeasesRequest.Want], call: Call) -> None:
+        """Request leases within the deadline of `call`, without waiting. It can raise StoreError."""
+        self.session = session
+        self._future = session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=wants), call)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the store has refused the request, or the connection has broken. Another request may succeed."""
+        return bool(self._future.done() and (self._future.cancelled() or self._future.exception() is not None))
+
+    def granted(self) -> Sequence[pb.Lease]:
+        """Wait for the leases, and return them in the order of the request. It can raise StoreError."""
+        leases: Sequence[pb.Lease] = result_of(self._future).leases
+        return leases
+
+    def give_back(self) -> None:
+        """Release the leases as soon as the store has granted them. It does not wait."""
+
+        def on_done(future: Any) -> None:
+            if not self.has_failed:
+                release(self.session, [lease.lease_id for lease in future.result().leases])
+
+        self._future.add_done_callback(on_done)

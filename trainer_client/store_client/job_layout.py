@@ -27,9 +27,6 @@ from trainer_client.transport.shard_group_name import ShardGroupName
 PACK_BYTES = 128 << 10
 # The name of the layout of all jobs of a StoreClient.
 PACKED = "packed"
-# The most shards in one request. The store needs some milliseconds to parse a request of this size, and other clients
-# wait meanwhile.
-_SHARDS_A_REQUEST = 16_384
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,19 +112,8 @@ class JobLayout:
         ranges = itertools.pairwise([0, *ends])
         return [(str(ShardGroupName(unit=fqn, start=start, stop=end)), start, end) for start, end in ranges]
 
-    def register_requests(self) -> Iterator[pb.RegisterShardsRequest]:
-        """Yield requests that declare all groups, each with a limited number of shards."""
-        request, shards = pb.RegisterShardsRequest(), 0
-        for group in self._groups():
-            request.groups.append(group)
-            shards += len(group.shards)
-            if shards >= _SHARDS_A_REQUEST:
-                yield request
-                request, shards = pb.RegisterShardsRequest(), 0
-        if shards:
-            yield request
-
-    def _groups(self) -> Iterator[pb.ShardGroup]:
+    def groups(self) -> Iterator[pb.ShardGroup]:
+        """Yield the groups as the store knows them."""
         yield from (self._group_of(pack) for pack in _distinct(self.packs.values()))
         for fqn, spec in self.tensors.items():
             for group, start, end in self.shards(fqn) if fqn not in self.packs else ():

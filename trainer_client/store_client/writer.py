@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -26,9 +25,10 @@ from trainer_client.errors import (
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of, resume
+from trainer_client.store_client.connection import Call, Connection, LeaseRequest, StoreSession, Timeout, resume
 from trainer_client.store_client.job_layout import PACKED, JobLayout
 from trainer_client.store_client.packing import Filling, Packing
+from trainer_client.store_client.staging import commit_step, put_slabs, registrations
 from trainer_client.store_client.types import TensorSpec, bytes_of, check_values
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
@@ -147,7 +147,7 @@ class StoreWriterSync:
             self._check_initial_values()
             try:
                 self._send_incomplete(session, call)
-                session.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
+                commit_step(step, [(session, b"")], step, call)
             except (StoreUnavailableError, StoreNotFoundError) as error:
                 self._failure = error
                 if isinstance(error, StoreNotFoundError) and not self._has_ended(session, error, call):
@@ -242,7 +242,7 @@ class StoreWriterSync:
                     f"job {self.name!r} was not stored by a StoreClient, or by one of an earlier version, so its "
                     "tensors are in other groups and cannot be written: read it, and put them into another job",
                 )
-            for registration in self._layout.register_requests():
+            for registration in registrations(self._layout.groups()):
                 session.call("RegisterShards", registration, call)
             self._committed = max((commit.step for commit in response.committed), default=None)
             self._session = session
@@ -288,7 +288,7 @@ class StoreWriterSync:
             for flat in (tensor.detach().reshape(-1),)
             for group, start, end in self._layout.shards(fqn)
         )
-        self._send_groups(session, call, deque([*whole, *large]))
+        self._send_groups(session, call, [*whole, *large])
 
     def _check_initial_values(self) -> None:
         """Before the first commit, raise JobConflictError if a small tensor was not put yet.
@@ -306,7 +306,7 @@ class StoreWriterSync:
     def _send_incomplete(self, session: StoreSession, call: Call) -> None:
         """Send the packs of which only some tensors were put. Their other tensors keep the last committed values."""
         numels = {fqn: self.tensors[fqn].numel for filling in self._packing.incomplete() for fqn in filling.missing}
-        ready: deque[tuple[str, torch.Tensor]] = deque()
+        ready: list[tuple[str, torch.Tensor]] = []
         for filling in self._packing.incomplete():
             filling.complete(self._read_committed(session, call, filling), numels)
             ready.append((filling.pack.name, bytes_of(self._packing.take(filling).values)))
@@ -316,54 +316,21 @@ class StoreWriterSync:
         """Return the last committed bytes of a pack (uint8)."""
         slab = pb.SlabName(group=filling.pack.name, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
-        (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
+        request = LeaseRequest(session, [want], call)
         try:
+            (lease,) = request.granted()
             stored = torch.empty(lease.size_bytes, dtype=torch.uint8)
             session.copy_out(call, lease, stored)
         finally:
-            release(session, [lease.lease_id])
+            request.give_back()
         return stored
 
-    def _send_groups(self, session: StoreSession, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
-        """Send groups, given as (name, bytes): acquire a write lease for each, fill it and publish it.
-
-        While one lease is filled, the next ones are being granted and the last ones published.
-        """
+    def _send_groups(self, session: StoreSession, call: Call, groups: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Send groups, given as (name, bytes)."""
         limit = max(1, min(_SHARDS_UNDER_WAY, session.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
-        leasing: deque[tuple[torch.Tensor, Any]] = deque()
-        publishing: deque[Any] = deque()
-        try:
-            while wanted or leasing:
-                while wanted and len(leasing) + len(publishing) < limit:
-                    group, source = wanted.popleft()
-                    leasing.append((source, self._lease(session, group, call)))
-                if not leasing:
-                    result_of(publishing.popleft())
-                    continue
-                source, leased = leasing[0]
-                (lease,) = result_of(leased).leases
-                leasing.popleft()
-                publishing.append(self._fill(session, call, lease, source))
-            for published in publishing:
-                result_of(published)
-        finally:
-            for _, leased in leasing:
-                leased.add_done_callback(lambda done: _release_granted(session, done))
-
-    def _lease(self, session: StoreSession, group: str, call: Call) -> Any:
-        slab = pb.SlabName(group=group, kind=PARAM)
-        want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_WRITE, step=self._next_step)
-        return session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
-
-    def _fill(self, session: StoreSession, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
-        """Fill a write lease, begin its publication, and return grpc's future of the publication."""
-        releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
-        try:
-            session.copy_in(call, lease, source)
-            return session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call.left_seconds)
-        except BaseException:
-            release(session, [lease.lease_id])
-            raise
+        slabs = (pb.SlabName(group=name, kind=PARAM) for name, _ in groups)
+        contents = ([(0, source)] for _, source in groups)
+        put_slabs(session, self._next_step, slabs, contents, lambda: call, most=limit, ahead=limit)
 
     def _check_tensor(self, fqn: str, tensor: torch.Tensor) -> None:
         spec = self._layout.tensors.get(fqn)
@@ -375,9 +342,3 @@ class StoreWriterSync:
                 f"tensor {fqn!r} is of {tensor.dtype}, shape {list(tensor.shape)}; job {self.name!r} was opened with "
                 f"{spec.dtype}, shape {list(spec.shape)}"
             )
-
-
-def _release_granted(session: StoreSession, leased: Any) -> None:
-    """Release a lease that the store grants after a failure, because the writer does not need it any more."""
-    if not leased.cancelled() and leased.exception() is None:
-        release(session, [leased.result().leases[0].lease_id])
