@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -446,7 +446,7 @@ class _Putting:
         written = [slab for slab in slabs if slab.version is not None]
         never = [slab for slab in slabs if slab.version is None]
 
-        def contents() -> Iterator[Content]:
+        def contents() -> Generator[Content, None, None]:
             # A slab that the source never wrote has zeros. If the target has written it, zeros are sent.
             zeros = ((slab, _zeros_of(slab)) for slab in never)
             for slab, parts in itertools.chain(self._source.read(written), zeros):

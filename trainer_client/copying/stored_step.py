@@ -6,59 +6,26 @@ _PARTS_AHEAD parts, because each takes room in the store's host memory, and one 
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES, READ_BLOCK_BYTES
+from paramserver.contract.limits import READ_BLOCK_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.copying.description import PART_BYTES, StepDescription, StoredSlab, slabs_of
-from trainer_client.errors import StoreError
-from trainer_client.model.slot_table import round_up
-from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
-from trainer_client.store_client.reader import StoreReaderSync
+from trainer_client.store_client.connection import Call, Connection, StoreSession
+from trainer_client.store_client.reader import BATCHED_RANGES, Batch, StoreReaderSync, TensorPart, batches
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
 _PARTS_AHEAD = 3
-# A part takes at most 1 / _ARENA_SHARE of the store's host memory, and has at most this many ranges.
+# A part takes at most 1 / _ARENA_SHARE of the store's host memory.
 _ARENA_SHARE = 64
-_MOST_RANGES = 4096
 # The most bytes of slabs in one request for digests. The store reads all of them before it answers, within the deadline
 # of one call.
 _DIGESTED_AT_ONCE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Consecutive bytes of a slab's compact form, as ranges of its tensors."""
-
-    slab: StoredSlab
-    ranges: list[pb.TensorRange] = field(default_factory=list)
-
-    def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
-        want = pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ)
-        for source in self.ranges:
-            source.reader_id = reader_id
-        if len(self.ranges) == 1:
-            want.range.CopyFrom(self.ranges[0])
-        else:
-            want.ranges.extend(self.ranges)
-        return want
-
-    def compact(self, leased: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of the ranges one after another. In a lease each range begins at an aligned place."""
-        sizes = [source.numel * self.slab.dtype.itemsize for source in self.ranges]
-        if all(size % GATHER_ALIGNMENT_BYTES == 0 for size in sizes[:-1]):
-            return leased[: sum(sizes)]
-        pieces, at = [], 0
-        for size in sizes:
-            pieces.append(leased[at : at + size])
-            at += round_up(size, GATHER_ALIGNMENT_BYTES)
-        return torch.cat(pieces)
 
 
 class StoredStep:
@@ -83,9 +50,6 @@ class StoredStep:
         """
         self.name = connection.address
         self._reader = StoreReaderSync(connection, job, step, Call(None, CONTROL_DEADLINE_SECONDS), kept=kept)
-        # The leases that were requested, and the session in which they were requested.
-        self._asked: deque[tuple[_Part, Any]] = deque()
-        self._asked_in: StoreSession | None = None
         try:
             self.description = self._describe()
             if put_as is not None:
@@ -104,7 +68,6 @@ class StoredStep:
 
     def close(self) -> None:
         """Release the step."""
-        self._forget_asked()
         self._reader.close()
 
     def _describe(self) -> StepDescription:
@@ -150,67 +113,32 @@ class StoredStep:
             Call(None, CONTROL_DEADLINE_SECONDS),
             lambda session, _: max(READ_BLOCK_BYTES, min(PART_BYTES, session.arena_bytes // _ARENA_SHARE)),
         )
-        waiting = iter([part for slab in slabs for part in _cut(slab, part_bytes)])
-        wanted: deque[_Part] = deque()
-        try:
+        parts = (part for slab in slabs for part in batches(_cut(slab, part_bytes), part_bytes))
+        with contextlib.closing(self._reader.leased(parts, _copied, _new_call, _PARTS_AHEAD)) as copies:
             for slab in slabs:
-                yield slab, self._parts(slab, waiting, wanted)
-        finally:
-            self._forget_asked()
-
-    def _parts(self, slab: StoredSlab, waiting: Iterator[_Part], wanted: deque[_Part]) -> Iterator[torch.Tensor]:
-        left = slab.size_bytes
-        while left:
-            data = self._next(waiting, wanted)
-            left -= data.numel()
-            yield data
-
-    def _next(self, waiting: Iterator[_Part], wanted: deque[_Part]) -> torch.Tensor:
-        """Return the bytes of the next part.
-
-        `wanted` has the parts that must be requested again after the connection broke.
-        """
-        call = Call(None, LEASE_DEADLINE_SECONDS)
-
-        def attempt(session: StoreSession, reader_id: int) -> torch.Tensor:
-            if self._asked_in is not session:
-                wanted.extendleft(part for part, _ in reversed(self._asked))
-                self._forget_asked()
-                self._asked_in = session
-            while len(self._asked) < _PARTS_AHEAD:
-                part = wanted.popleft() if wanted else next(waiting, None)
-                if part is None:
-                    break
-                request = pb.AcquireLeasesRequest(wants=[part.to_want(reader_id)])
-                self._asked.append((part, session.begin("AcquireLeases", request, LEASE_DEADLINE_SECONDS)))
-            part, leased = self._asked[0]
-            try:
-                (lease,) = result_of(leased).leases
-            except StoreError:
-                # The next attempt requests this part and the following ones again, because a failed call cannot be
-                # repeated.
-                wanted.extendleft(part for part, _ in reversed(self._asked))
-                self._forget_asked()
-                raise
-            data = torch.empty(lease.size_bytes, dtype=torch.uint8)
-            session.copy_out(call, lease, data)
-            release(session, [lease.lease_id])
-            self._asked.popleft()
-            return part.compact(data)
-
-        return self._reader.on_session(call, attempt)
-
-    def _forget_asked(self) -> None:
-        """Release the leases that were requested, as soon as the daemon has granted them."""
-        session, asked = self._asked_in, list(self._asked)
-        self._asked.clear()
-        for _, leased in asked if session is not None else ():
-            leased.add_done_callback(lambda done: _release_granted(session, done))
+                yield slab, _parts_of(slab, copies)
 
 
-def _release_granted(session: StoreSession | None, leased: Any) -> None:
-    if session is not None and not leased.cancelled() and leased.exception() is None:
-        release(session, [leased.result().leases[0].lease_id])
+def _new_call() -> Call:
+    return Call(None, LEASE_DEADLINE_SECONDS)
+
+
+def _copied(session: StoreSession, call: Call, part: Batch, lease: pb.Lease) -> torch.Tensor:
+    """Return the bytes of the ranges one after another. In a lease each range begins at an aligned place."""
+    data = torch.empty(lease.size_bytes, dtype=torch.uint8)
+    session.copy_out(call, lease, data)
+    if sum(one.nbytes for one in part.parts) == part.nbytes:
+        return data[: part.nbytes]
+    return torch.cat([data[at : at + one.nbytes] for one, at in zip(part.parts, part.places, strict=True)])
+
+
+def _parts_of(slab: StoredSlab, copies: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield those of the copies that are the slab's, which come next."""
+    left = slab.size_bytes
+    while left:
+        data = next(copies)
+        left -= data.numel()
+        yield data
 
 
 def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
@@ -218,7 +146,7 @@ def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
     batch: list[StoredSlab] = []
     size = 0
     for slab in slabs:
-        if batch and (size + slab.lease_bytes > _DIGESTED_AT_ONCE_BYTES or len(batch) >= _MOST_RANGES):
+        if batch and (size + slab.lease_bytes > _DIGESTED_AT_ONCE_BYTES or len(batch) >= BATCHED_RANGES):
             yield batch
             batch, size = [], 0
         batch.append(slab)
@@ -227,19 +155,10 @@ def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
         yield batch
 
 
-def _cut(slab: StoredSlab, part_bytes: int) -> Iterator[_Part]:
-    """Yield the parts of a slab. A shard that is larger than a part is divided into several parts."""
+def _cut(slab: StoredSlab, part_bytes: int) -> Iterator[TensorPart]:
+    """Yield the shards of a slab. A shard that is larger than a part is divided."""
     most = part_bytes // slab.dtype.itemsize
-    part, size = _Part(slab=slab), 0
     for shard in slab.group.shards:
         for first in range(0, shard.numel, most):
-            count = min(most, shard.numel - first)
-            # Each range of a lease begins at an aligned place, so it may take more bytes than it has.
-            nbytes = round_up(count * slab.dtype.itemsize, GATHER_ALIGNMENT_BYTES)
-            if part.ranges and (size + nbytes > part_bytes or len(part.ranges) >= _MOST_RANGES):
-                yield part
-                part, size = _Part(slab=slab), 0
-            part.ranges.append(pb.TensorRange(fqn=shard.fqn, kind=slab.kind, offset=shard.offset + first, numel=count))
-            size += nbytes
-    if part.ranges:
-        yield part
+            count, offset = min(most, shard.numel - first), shard.offset + first
+            yield TensorPart(fqn=shard.fqn, kind=slab.kind, dtype=slab.dtype, offset=offset, numel=count)

@@ -17,7 +17,8 @@ import torch
 
 from trainer_client.errors import SessionEndedError, StoreBudgetError
 from trainer_client.inference.units import WeightUnit
-from trainer_client.inference.weights import Fetch, HeldTensors, StepWeights
+from trainer_client.inference.weights import HeldTensors, StepWeights
+from trainer_client.store_client.connection import LeaseRequest
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Residency:
         """
         self._weights = weights
         self._units = tuple(units)
-        self._ahead: dict[WeightUnit, Fetch] = {}
+        self._ahead: dict[WeightUnit, LeaseRequest] = {}
         # The units whose parameters a function has used without a forward of the unit's module. They are released with
         # the last outermost forward under way, and these are the threads that have one.
         self._borrowed: list[WeightUnit] = []
@@ -231,9 +232,9 @@ class Residency:
     def _request(self, unit: WeightUnit) -> None:
         """Request a unit's leases ahead, unless they were requested already or the unit is in memory."""
         if unit.held is None and unit not in self._ahead and unit.plan.wants and unit not in self._large:
-            fetch = self._weights.begin(unit.plan)
-            if fetch is not None:
-                self._ahead[unit] = fetch
+            asked = self._weights.begin(unit.plan)
+            if asked is not None:
+                self._ahead[unit] = asked
 
     def _note(self, unit: WeightUnit) -> None:
         """Take note of the order in which units are used."""
@@ -259,9 +260,9 @@ class Residency:
             self._request(other)
 
     def _drop_ahead(self, keep: Iterable[Any]) -> None:
-        """Cancel the requests for units that are not expected next."""
+        """Give the leases back of units that are not expected next."""
         for unit in set(self._ahead) - set(keep):
-            self._weights.cancel(self._ahead.pop(unit))
+            self._ahead.pop(unit).give_back()
 
 
 def _choose(units: Sequence[WeightUnit], host_bytes: int) -> list[WeightUnit]:

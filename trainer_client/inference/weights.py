@@ -19,15 +19,14 @@ import torch
 
 from paramserver.contract import kinds
 from paramserver.contract.buffer_names import name_buffers
-from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
 from trainer_client.run.stored_state import decode_for_all
 from trainer_client.run.stored_step import large_buffers_in
 from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.connection import Call, StoreSession, release, result_of
-from trainer_client.store_client.reader import Batch, TensorPart
+from trainer_client.store_client.connection import Call, LeaseRequest, StoreSession, release
+from trainer_client.store_client.reader import Batch, TensorPart, batches
 from trainer_client.store_client.types import StoredTensor
 from trainer_client.transport.arena import Generation
 from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
@@ -74,7 +73,7 @@ class Plan:
             and the leases end at once.
     """
 
-    wants: tuple[TensorPart | Batch, ...]
+    wants: tuple[Batch, ...]
     places: tuple[Place, ...]
     nbytes: int
     casts: bool
@@ -87,61 +86,26 @@ class Plan:
             tensors: the tensors as the store has them.
             dtypes: the type of each in the model, by name.
         """
-        wants: list[TensorPart | Batch] = []
-        places: list[Place] = []
-        nbytes = 0
-        for together in _lease_together(tensors):
-            parts = [TensorPart(fqn=t.fqn, kind=kinds.PARAM, offset=0, numel=t.numel) for t in together]
-            batch, end = Batch(), 0
-            for tensor, part in zip(together, parts, strict=True):
-                start = round_up(end, GATHER_ALIGNMENT_BYTES)
-                places.append(Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=len(wants), offset=start))
-                batch.parts.append(part)
-                batch.places.append(start)
-                end = start + _size(tensor)
-            wants.append(batch if len(parts) > 1 else parts[0])
-            nbytes += round_up(end, _PAGE_BYTES)
+        # The daemon reads most of the tensors without a copy in this order. A trainer has stored the tensors of a unit
+        # one behind the other, so they stay in their order. Other clients have stored large tensors apart from each
+        # other. Of these, tensors of whole pages come first, so that the following tensors begin at a page, too.
+        ordered = sorted(tensors, key=lambda one: len(one.kinds) == 1 and _size(one) % _PAGE_BYTES != 0)
+        parts = (TensorPart(fqn=t.fqn, kind=kinds.PARAM, dtype=t.dtype, offset=0, numel=t.numel) for t in ordered)
+        wants = tuple(batches(parts, _LEASE_BYTES, _LEASE_TENSORS))
+        offsets = [(lease, offset) for lease, batch in enumerate(wants) for offset in batch.places]
+        places = tuple(
+            Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=lease, offset=offset)
+            for tensor, (lease, offset) in zip(ordered, offsets, strict=True)
+        )
+        nbytes = sum(round_up(batch.nbytes, _PAGE_BYTES) for batch in wants)
         casts = any(place.dtype != place.tensor.dtype for place in places)
         if casts:
             nbytes = max(nbytes, sum(place.tensor.numel * place.dtype.itemsize for place in places))
-        return cls(tuple(wants), tuple(places), nbytes, casts)
-
-
-def _lease_together(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    """Yield the tensors of each lease, in an order in which the daemon reads most of them without a copy.
-
-    A trainer has stored the tensors of a unit one behind the other, so they stay in their order. Other clients have
-    stored large tensors apart from each other. Of these, tensors of whole pages come first, so that the following
-    tensors begin at a page, too.
-    """
-    together: list[StoredTensor] = []
-    nbytes = 0
-    for tensor in sorted(tensors, key=lambda one: len(one.kinds) == 1 and _size(one) % _PAGE_BYTES != 0):
-        size = round_up(_size(tensor), GATHER_ALIGNMENT_BYTES)
-        if together and (nbytes + size > _LEASE_BYTES or len(together) == _LEASE_TENSORS):
-            yield together
-            together, nbytes = [], 0
-        together.append(tensor)
-        nbytes += size
-    if together:
-        yield together
+        return cls(wants, places, nbytes, casts)
 
 
 def _size(tensor: StoredTensor) -> int:
     return tensor.numel * tensor.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fetch:
-    """A request for the leases of a plan that is under way."""
-
-    session: StoreSession
-    future: Any
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the store has refused the request, or the connection has broken."""
-        return bool(self.future.done() and (self.future.cancelled() or self.future.exception() is not None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,20 +200,21 @@ class StepWeights:
         self._client.close()
         self._mapped = None
 
-    def begin(self, plan: Plan) -> Fetch | None:
+    def begin(self, plan: Plan) -> LeaseRequest | None:
         """Request the leases of a plan without waiting.
 
         Return None if the store does not answer; `finish` then asks again.
         """
         try:
             return self._reader.on_session(
-                Call(_AHEAD_SECONDS, _AHEAD_SECONDS), lambda session, reader: _request(session, reader, plan)
+                Call(_AHEAD_SECONDS, _AHEAD_SECONDS),
+                lambda session, reader: _request(session, reader, plan, Call(None, LEASE_DEADLINE_SECONDS)),
             )
         except StoreError as error:
             log.debug("the weights cannot be requested ahead: %s", error)
             return None
 
-    def finish(self, plan: Plan, fetch: Fetch | None, seconds: float = LEASE_DEADLINE_SECONDS) -> HeldTensors:
+    def finish(self, plan: Plan, asked: LeaseRequest | None, seconds: float = LEASE_DEADLINE_SECONDS) -> HeldTensors:
         """Wait for the leases of a plan and return its tensors.
 
         After a restart of the daemon, request them from the new one.
@@ -260,19 +225,18 @@ class StepWeights:
             StoreError: the store failed, or did not come back in time.
         """
         call = Call(seconds, LEASE_DEADLINE_SECONDS)
-        begun = fetch
 
         def attempt(session: StoreSession, reader: int) -> HeldTensors:
-            nonlocal begun
-            mine, begun = begun, None
+            nonlocal asked
+            mine, asked = asked, None
             # A request that was made ahead may have failed long ago, for lack of memory that is free by now.
             if mine is None or mine.session is not session or mine.has_failed:
-                mine = _request(session, reader, plan)
+                mine = _request(session, reader, plan, call)
             try:
-                leases = result_of(mine.future).leases
+                leases = mine.granted()
             except BaseException:
                 # After a KeyboardInterrupt, for example, the store may still grant the leases.
-                self.cancel(mine)
+                mine.give_back()
                 raise
             return self._show(session, call, plan, leases)
 
@@ -281,15 +245,6 @@ class StepWeights:
     def read(self, tensor: StoredTensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """Return a copy of a tensor in a dtype, read part by part, so that it may be larger than the store's memory."""
         return self._reader.get(tensor.fqn).to(device or self._device, dtype)
-
-    def cancel(self, fetch: Fetch) -> None:
-        """Cancel a request, and release its leases as soon as they are granted."""
-
-        def on_done(future: Any) -> None:
-            if not future.cancelled() and future.exception() is None:
-                release(fetch.session, [lease.lease_id for lease in future.result().leases])
-
-        fetch.future.add_done_callback(on_done)
 
     def release(self, held: HeldTensors) -> None:
         """Release tensors that were used. The caller has made sure that no module has them any more.
@@ -350,9 +305,8 @@ class StepWeights:
         return self._mapped[1]
 
 
-def _request(session: StoreSession, reader: int, plan: Plan) -> Fetch:
-    wants = [want.to_want(reader) for want in plan.wants]
-    return Fetch(session, session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=wants), LEASE_DEADLINE_SECONDS))
+def _request(session: StoreSession, reader: int, plan: Plan, call: Call) -> LeaseRequest:
+    return LeaseRequest(session, [want.to_want(reader) for want in plan.wants], call)
 
 
 def _tensors(plan: Plan, views: Sequence[memoryview]) -> Iterator[torch.Tensor]:

@@ -11,9 +11,10 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import grpc
 import torch
@@ -24,7 +25,7 @@ from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES, READ_BLOCK_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
-from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of
+from trainer_client.store_client.connection import Call, Connection, LeaseRequest, StoreSession, Timeout
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, check_name, check_values, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
@@ -38,21 +39,26 @@ _ARENA_SHARE = 16
 _PARTS_AHEAD = 16
 # The number of tensors in one response of ListStoredTensors.
 _PAGE = 1000
-# `get_many` reads several tensors with one lease: at most _BATCHED_RANGES of them, each at a multiple of
+# `get_many` reads several tensors with one lease: at most BATCHED_RANGES of them, each at a multiple of
 # _RANGE_ALIGNMENT bytes in the lease (the store's rule). A tensor larger than 1 / _BATCHED_SHARE of a part is read by
 # itself.
-_BATCHED_RANGES = 4096
+BATCHED_RANGES = 4096
 _BATCHED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
-    """Elements `[offset, offset + numel)` of one kind of a flattened tensor."""
+    """Elements `[offset, offset + numel)` of one kind of a flattened tensor, which the store has in `dtype`."""
 
     fqn: str
     kind: kinds.Kind
+    dtype: torch.dtype
     offset: int
     numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def to_proto(self, reader_id: int) -> pb.TensorRange:
         return pb.TensorRange(fqn=self.fqn, kind=self.kind, offset=self.offset, numel=self.numel, reader_id=reader_id)
@@ -63,19 +69,40 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Whole tensors that are read with one lease.
+    """Parts of tensors that are read with one lease.
 
     Attributes:
-        parts: the tensors.
-        places: the first byte of each tensor in the lease.
+        parts: the parts, at least one.
+        places: the first byte of each part in the lease.
     """
 
     parts: list[TensorPart] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the lease."""
+        return self.places[-1] + self.parts[-1].nbytes
+
     def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
+        if len(self.parts) == 1:
+            return self.parts[0].to_want(reader_id)
         ranges = [part.to_proto(reader_id) for part in self.parts]
         return pb.AcquireLeasesRequest.Want(ranges=ranges, mode=pb.LEASE_MODE_READ)
+
+
+def batches(parts: Iterable[TensorPart], most_bytes: int, most_parts: int = BATCHED_RANGES) -> Iterator[Batch]:
+    """Group parts, in their order, into batches of at most `most_bytes`; a larger part is a batch of its own."""
+    batch = Batch()
+    for part in parts:
+        start = round_up(batch.nbytes, GATHER_ALIGNMENT_BYTES) if batch.parts else 0
+        if batch.parts and (start + part.nbytes > most_bytes or len(batch.parts) == most_parts):
+            yield batch
+            batch, start = Batch(), 0
+        batch.parts.append(part)
+        batch.places.append(start)
+    if batch.parts:
+        yield batch
 
 
 T = TypeVar("T")
@@ -88,20 +115,18 @@ class _Held:
     def __init__(self, session: StoreSession, reader_id: int) -> None:
         self.session = session
         self.reader_id = reader_id
-        # The futures of the prefetched leases. Several threads may use the reader.
-        self._ahead: dict[TensorPart, Any] = {}
+        # Several threads may use the reader.
+        self._ahead: dict[TensorPart | Batch, LeaseRequest] = {}
         self._lock = threading.Lock()
 
-    def lease(self, wanted: TensorPart | Batch, timeout_seconds: float) -> Any:
-        """Return grpc's future of a lease on a part or a batch: the prefetched one, or that of a new request."""
-        if isinstance(wanted, TensorPart):
-            with self._lock:
-                prefetched = self._ahead.pop(wanted, None)
-            # A request that the store has refused, such as for want of room, may succeed now.
-            if prefetched is not None and not _has_failed(prefetched):
-                return prefetched
-        request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
-        return self.session.begin("AcquireLeases", request, timeout_seconds)
+    def request(self, wanted: TensorPart | Batch, call: Call) -> LeaseRequest:
+        """Return the request for a lease that `prefetch` has made, or a new one."""
+        with self._lock:
+            prefetched = self._ahead.pop(wanted, None)
+        # A request that the store has refused, such as for want of room, may succeed now.
+        if prefetched is not None and not prefetched.has_failed:
+            return prefetched
+        return LeaseRequest(self.session, [wanted.to_want(self.reader_id)], call)
 
     def prefetch(self, part: TensorPart) -> bool:
         """Request the lease of a part for later; return False instead if _PARTS_AHEAD are requested already."""
@@ -109,25 +134,16 @@ class _Held:
             if part not in self._ahead:
                 if len(self._ahead) >= _PARTS_AHEAD:
                     return False
-                request = pb.AcquireLeasesRequest(wants=[part.to_want(self.reader_id)])
-                self._ahead[part] = self.session.begin("AcquireLeases", request, LEASE_DEADLINE_SECONDS)
+                call = Call(None, LEASE_DEADLINE_SECONDS)
+                self._ahead[part] = LeaseRequest(self.session, [part.to_want(self.reader_id)], call)
             return True
 
     def release_ahead(self) -> None:
         """Release what was prefetched and not used."""
         with self._lock:
             unused, self._ahead = self._ahead, {}
-        for leased in unused.values():
-            self.release_when_granted(leased)
-
-    def release_when_granted(self, leased: Any) -> None:
-        """Release the lease that the future `leased` will return, as soon as the daemon has granted it."""
-
-        def on_done(future: Any) -> None:
-            with contextlib.suppress(StoreError):
-                release(self.session, [result_of(future).leases[0].lease_id])
-
-        leased.add_done_callback(on_done)
+        for request in unused.values():
+            request.give_back()
 
 
 class StoreReaderSync:
@@ -260,18 +276,17 @@ class StoreReaderSync:
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
         call = Call.of(timeout, LEASE_DEADLINE_SECONDS)
-        whole, dtype, target = self._describe(call, fqn, kind, offset, numel)
+        whole, target = self._describe(call, fqn, kind, offset, numel)
         shape = whole if offset is None and numel is None else (target.numel,)
-        result = torch.empty(shape, dtype=dtype) if out is None else _check_out(out, dtype, target)
-        remaining = deque(_cut(target, self._part_bytes // dtype.itemsize))
+        result = torch.empty(shape, dtype=target.dtype) if out is None else _check_out(out, target)
         filled = bytes_of(result)
 
-        def attempt(session: StoreSession) -> None:
-            # Parts that were copied before a break of the connection are not copied again.
-            start = target.numel - sum(part.numel for part in remaining)
-            _copy_out(self._attach(session, call), call, remaining, filled[start * dtype.itemsize :])
+        def copy(session: StoreSession, call: Call, part: TensorPart, lease: pb.Lease) -> None:
+            start = (part.offset - target.offset) * part.dtype.itemsize
+            session.copy_out(call, lease, filled[start : start + lease.size_bytes])
 
-        self._connection.resume(call, attempt)
+        for _ in self.leased(_cut(target, self._part_bytes), copy, lambda: call):
+            pass
         return result
 
     def get_many(
@@ -286,25 +301,20 @@ class StoreReaderSync:
         names = list(dict.fromkeys(fqns))
         self._look_up(call, names)
         described = {fqn: self._describe(call, fqn, kind, None, None) for fqn in names}
-        small = {
-            fqn: target
-            for fqn, (_, dtype, target) in described.items()
-            if target.numel * dtype.itemsize <= self._part_bytes // _BATCHED_SHARE
-        }
+        most_bytes = self._part_bytes // _BATCHED_SHARE
+        small = (part for _, part in described.values() if part.nbytes <= most_bytes)
         found: dict[str, torch.Tensor] = {}
-        remaining = deque(
-            _batches(small.values(), {fqn: d.itemsize for fqn, (_, d, _) in described.items()}, self._part_bytes)
-        )
 
-        def take(held: _Held, batch: Batch, lease: pb.Lease) -> None:
+        def copy(session: StoreSession, call: Call, batch: Batch, lease: pb.Lease) -> None:
             data = torch.empty(lease.size_bytes, dtype=torch.uint8)
-            held.session.copy_out(call, lease, data)
+            session.copy_out(call, lease, data)
             for part, start in zip(batch.parts, batch.places, strict=True):
-                shape, dtype, _ = described[part.fqn]
                 # Each tensor is cloned, because a view would keep the memory of the whole batch alive.
-                found[part.fqn] = data[start : start + part.numel * dtype.itemsize].clone().view(dtype).view(shape)
+                values = data[start : start + part.nbytes].clone().view(part.dtype)
+                found[part.fqn] = values.view(described[part.fqn][0])
 
-        self._connection.resume(call, lambda session: _take_each(self._attach(session, call), call, remaining, take))
+        for _ in self.leased(batches(small, self._part_bytes), copy, lambda: call):
+            pass
         for fqn in names:
             if fqn not in found:
                 found[fqn] = self.get(fqn, kind=kind, timeout=call)
@@ -324,12 +334,72 @@ class StoreReaderSync:
 
         def attempt(session: StoreSession) -> None:
             held = self._attach(session, call)
-            for _, dtype, target in targets:
-                for part in _cut(target, self._part_bytes // dtype.itemsize):
+            for _, target in targets:
+                for part in _cut(target, self._part_bytes):
                     if not held.prefetch(part):
                         return
 
         self._connection.resume(call, attempt)
+
+    def leased(
+        self,
+        wanted: Iterable[WantedT],
+        use: Callable[[StoreSession, Call, WantedT, pb.Lease], T],
+        new_call: Callable[[], Call],
+        most: int = _PARTS_UNDER_WAY,
+    ) -> Generator[T, None, None]:
+        """Lease parts of the step one after the other, and yield for each what `use` returns.
+
+        While a part is used, also by the caller of this iterator, the store brings the next ones. After a break of the
+        connection, those that were not used yet are leased again. At the end, however it comes, no lease is left.
+
+        Args:
+            wanted: the parts.
+            use: copies the bytes of the lease, which is released then; it is called again if the connection breaks.
+            new_call: returns the call whose deadline the next part has.
+            most: the most parts that are leased at once.
+
+        Raises:
+            StoreError: the store failed or refused, or a deadline has passed.
+        """
+        waiting = iter(wanted)
+        parts: deque[WantedT] = deque()
+        # The requests for the first of these parts.
+        requests: deque[LeaseRequest] = deque()
+
+        def give_back() -> None:
+            while requests:
+                requests.popleft().give_back()
+
+        def attempt(call: Call, session: StoreSession) -> T:
+            held = self._attach(session, call)
+            if requests and requests[0].session is not session:
+                give_back()
+            if requests and requests[0].has_failed:
+                # The store may have refused this request long ago, for want of room that is there by now.
+                requests[0] = held.request(parts[0], call)
+            for part in itertools.islice(parts, len(requests), None):
+                requests.append(held.request(part, call))
+            try:
+                (lease,) = requests[0].granted()
+                result = use(session, call, parts[0], lease)
+            except StoreError:
+                # A failed request cannot be waited for again, so the next attempt makes new ones.
+                give_back()
+                raise
+            parts.popleft()
+            requests.popleft().give_back()
+            return result
+
+        try:
+            while True:
+                parts.extend(itertools.islice(waiting, most - len(parts)))
+                if not parts:
+                    return
+                call = new_call()
+                yield self._connection.resume(call, partial(attempt, call))
+        finally:
+            give_back()
 
     def on_session(self, call: Call, attempt: Callable[[StoreSession, int], T]) -> T:
         """Call `attempt` with the session and the reader's number in it, and return its result.
@@ -396,8 +466,8 @@ class StoreReaderSync:
 
     def _describe(
         self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
-    ) -> tuple[tuple[int, ...], torch.dtype, TensorPart]:
-        """Return a tensor's shape, the dtype of its `kind`, and the range that `offset` and `numel` select."""
+    ) -> tuple[tuple[int, ...], TensorPart]:
+        """Return a tensor's shape, and the range of its `kind` that `offset` and `numel` select."""
         wire_kind = kind_to_proto(kind)
         self._look_up(call, [fqn])
         tensor = self._tensors.get(fqn)
@@ -410,11 +480,8 @@ class StoreReaderSync:
             raise ConfigError(
                 f"elements [{first}, {first + count}) are no range of tensor {fqn!r} of {tensor.numel} elements"
             )
-        return tensor.shape, tensor.kinds[kind], TensorPart(fqn=fqn, kind=wire_kind, offset=first, numel=count)
-
-
-def _has_failed(future: Any) -> bool:
-    return bool(future.done()) and (future.cancelled() or future.exception() is not None)
+        part = TensorPart(fqn=fqn, kind=wire_kind, dtype=tensor.kinds[kind], offset=first, numel=count)
+        return tensor.shape, part
 
 
 def list_tensors(
@@ -443,74 +510,23 @@ def list_tensors(
             return tensors
 
 
-def _copy_out(held: _Held, call: Call, remaining: deque[TensorPart], target: torch.Tensor) -> None:
-    """Copy the parts in `remaining` one after the other to `target` (uint8), and remove each when it is copied."""
-    start = 0
-
-    def take(held: _Held, part: TensorPart, lease: pb.Lease) -> None:
-        nonlocal start
-        held.session.copy_out(call, lease, target[start : start + lease.size_bytes])
-        start += lease.size_bytes
-
-    _take_each(held, call, remaining, take)
-
-
-def _take_each(
-    held: _Held, call: Call, remaining: deque[WantedT], take: Callable[[_Held, WantedT, pb.Lease], None]
-) -> None:
-    """Lease each part or batch in `remaining`, and pass it to `take`, which copies its bytes; then remove it.
-
-    The next _PARTS_UNDER_WAY - 1 leases are requested ahead.
-    """
-    under_way: deque[Any] = deque()
-    try:
-        while remaining:
-            while len(under_way) < min(_PARTS_UNDER_WAY, len(remaining)):
-                under_way.append(held.lease(remaining[len(under_way)], call.left_seconds))
-            (lease,) = result_of(under_way[0]).leases
-            take(held, remaining[0], lease)
-            held.release_when_granted(under_way.popleft())
-            remaining.popleft()
-    finally:
-        for leased in under_way:
-            held.release_when_granted(leased)
-
-
-def _batches(parts: Iterable[TensorPart], itemsizes: Mapping[str, int], most_bytes: int) -> Iterator[Batch]:
-    """Group whole tensors into batches of at most `most_bytes`, placed as the store places ranges in a lease."""
-    batch, end = Batch(), 0
-    for part in parts:
-        start, nbytes = round_up(end, GATHER_ALIGNMENT_BYTES), part.numel * itemsizes[part.fqn]
-        if batch.parts and (start + nbytes > most_bytes or len(batch.parts) == _BATCHED_RANGES):
-            yield batch
-            batch, start = Batch(), 0
-        batch.parts.append(part)
-        batch.places.append(start)
-        end = start + nbytes
-    if batch.parts:
-        yield batch
-
-
 def _part_bytes(session: StoreSession) -> int:
     share = session.arena_bytes // _ARENA_SHARE // _PARTS_UNDER_WAY
     return max(READ_BLOCK_BYTES, min(_MOST_PART_BYTES, share // READ_BLOCK_BYTES * READ_BLOCK_BYTES))
 
 
-def _cut(whole: TensorPart, part_numel: int) -> list[TensorPart]:
-    """Cut a range into parts. Each but the first begins at a multiple of `part_numel` elements."""
-    end = whole.offset + whole.numel
+def _cut(whole: TensorPart, part_bytes: int) -> list[TensorPart]:
+    """Cut a range into parts. Each but the first begins at a multiple of `part_bytes` bytes of the tensor."""
+    end, part_numel = whole.offset + whole.numel, part_bytes // whole.dtype.itemsize
     cuts = [whole.offset, *range((whole.offset // part_numel + 1) * part_numel, end, part_numel), end]
-    return [
-        TensorPart(fqn=whole.fqn, kind=whole.kind, offset=first, numel=last - first)
-        for first, last in itertools.pairwise(cuts)
-    ]
+    return [replace(whole, offset=first, numel=last - first) for first, last in itertools.pairwise(cuts)]
 
 
-def _check_out(out: torch.Tensor, dtype: torch.dtype, target: TensorPart) -> torch.Tensor:
+def _check_out(out: torch.Tensor, target: TensorPart) -> torch.Tensor:
     check_values("out", out)
-    if out.dtype != dtype or out.numel() != target.numel or not out.is_contiguous() or out.device.type != "cpu":
+    if out.dtype != target.dtype or out.numel() != target.numel or not out.is_contiguous() or out.device.type != "cpu":
         raise ConfigError(
             f"out is of {out.dtype}, {out.numel()} elements on {out.device}, contiguous: {out.is_contiguous()}; "
-            f"{target.fqn!r} needs {target.numel} contiguous elements of {dtype} on the CPU"
+            f"{target.fqn!r} needs {target.numel} contiguous elements of {target.dtype} on the CPU"
         )
     return out
