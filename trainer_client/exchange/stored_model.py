@@ -22,8 +22,9 @@ import torch
 from paramserver.contract.printable import printable
 from trainer_client.errors import ClientStateError, StoreNotFoundError
 from trainer_client.index_ranges import from_ranges
+from trainer_client.model.slot_table import Slot
 from trainer_client.run.stored_state import counts_of, decode_for_all, groups_of
-from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
+from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect, first_gap, tensors_of
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
 from trainer_client.transport.credentials import Credentials
@@ -385,26 +386,16 @@ def _whole_tensors(origin: StoredStep, known: int, empty: Mapping[str, torch.Ten
     Raises:
         StoreNotFoundError: the stores lack some elements.
     """
-    found: dict[str, StoredTensor] = {}
-    held: dict[str, list[tuple[int, int]]] = {}
-    for holder in origin.parts():
-        for fqn, tensor in holder.tensors.items():
-            found.setdefault(fqn, tensor)
-            held.setdefault(fqn, []).extend(tensor.held)
-    for fqn, tensor in found.items():
-        end = 0
-        for first, count in sorted(held[fqn]):
-            if first > end:
-                break
-            end = max(end, first + count)
-        if end < tensor.numel:
-            raise _incomplete(origin, f"the elements of {printable(fqn)!r} from {end} of {tensor.numel} on")
-    places = {tensor.index for tensor in found.values()}
+    there = tensors_of(origin.parts())
+    tensors = [found for found, *_ in there.values()]
+    gap = first_gap(there, (Slot(fqn=tensor.fqn, offset=0, numel=tensor.numel) for tensor in tensors))
+    if gap is not None:
+        raise _incomplete(origin, f"the {gap}")
+    places = {tensor.index for tensor in tensors}
     total = max([known, *(place + 1 for place in places)])
     unlisted = sorted(set(range(total)) - places)
     if len(unlisted) > len(empty):
         raise _incomplete(origin, f"{len(unlisted) - len(empty)} of the {total} parameters")
-    tensors = [*found.values()]
     for place, (fqn, value) in zip(unlisted, empty.items(), strict=True):
         shape = tuple(value.shape)
         kinds: Mapping[Kind, torch.dtype] = {"param": value.dtype}

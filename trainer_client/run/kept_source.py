@@ -8,16 +8,15 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import grpc
 
-from trainer_client.errors import CheckpointError, OtherModelError, TrainerClientError
+from trainer_client.errors import CheckpointError, OtherModelError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.run.checkpoint_files import Manifest
-from trainer_client.run.stored_step import StepPart, StoreAddress, connect
+from trainer_client.run.stored_step import StepPart, StoreAddress, find_parts, first_gap
 from trainer_client.store_client.types import StoredTensor, kind_from_proto
 from trainer_client.transport.credentials import Credentials
 
@@ -91,7 +90,17 @@ def find_source(
         OtherModelError: `strict`, and the parameters have other names or shapes.
     """
     candidates = [*known, *(StoreAddress(address=store.address) for store in manifest.stores)]
-    stores, tensors, problems = _ask(manifest, candidates, credentials)
+
+    def why_not(store: StoreAddress, part: StepPart) -> str | None:
+        other = part.reader.step
+        return None if other == manifest.step else f"{store.address}: keeps step {other} under that name"
+
+    stores, tensors, problems = find_parts(
+        candidates,
+        credentials,
+        lambda client, _: StepPart(client, manifest.job, "", manifest.step, manifest.kept),
+        why_not,
+    )
     places = "; ".join(f"{store.address}, state directory {store.state_dir}" for store in manifest.stores)
     kept = (
         f"the checkpoint {path} is step {manifest.global_steps} of job {manifest.job!r}, kept as {manifest.kept!r} at "
@@ -104,7 +113,8 @@ def find_source(
             "forgotten or the job deleted, the checkpoint cannot be loaded any more"
         )
     source, differences = _compare(groups, tensors, stores)
-    lacking = _lacking(groups, tensors, source.missing)
+    slots = (slot for group in groups for slot in group.slot_table.slots if slot.fqn not in source.missing)
+    lacking = first_gap(tensors, slots)
     if lacking is None and differences and len(stores) < len(manifest.stores):
         lacking = _listed(differences)
     if lacking is not None:
@@ -124,33 +134,6 @@ def find_source(
             grpc.StatusCode.FAILED_PRECONDITION, f"{kept}, and has no parameter of this model: {_listed(differences)}"
         )
     return source
-
-
-def _ask(
-    manifest: Manifest, candidates: Iterable[StoreAddress], credentials: Credentials
-) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]], list[str]]:
-    """Return the stores that keep the step, their parts of each tensor, and texts about the other stores."""
-    stores: dict[str, StoreAddress] = {}
-    tensors: dict[str, list[StoredTensor]] = {}
-    problems: dict[str, str] = {}
-    with ExitStack() as clients:
-        for store in dict.fromkeys(candidates):
-            try:
-                client = clients.enter_context(connect(store, credentials))
-                if client.epoch in stores:
-                    continue
-                part = StepPart(client, manifest.job, "", manifest.step, manifest.kept)
-            except TrainerClientError as error:
-                problems.setdefault(store.address, f"{store.address}: {error}")
-                continue
-            if part.reader.step != manifest.step:
-                problems[store.address] = f"{store.address}: keeps step {part.reader.step} under that name"
-                continue
-            problems.pop(store.address, None)
-            stores[client.epoch] = StoreAddress(address=store.address, epoch=client.epoch)
-            for fqn, tensor in part.tensors.items():
-                tensors.setdefault(fqn, []).append(tensor)
-    return list(stores.values()), tensors, list(problems.values())
 
 
 def _compare(
@@ -190,18 +173,6 @@ def _compare(
         keeps_groups=keeps_groups and not differences,
     )
     return source, differences
-
-
-def _lacking(
-    groups: Sequence[FlatGroup], tensors: Mapping[str, Sequence[StoredTensor]], missing: frozenset[str]
-) -> str | None:
-    """Return a text that names the first range of a parameter that no store has; None if the stores have all ranges."""
-    for group in groups:
-        for slot in group.slot_table.slots:
-            held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
-            if slot.fqn not in missing and (lacking := slot.first_gap(held)) is not None:
-                return f"elements of {slot.fqn!r} from {lacking} of {slot.first + slot.numel} on"
-    return None
 
 
 def _listed(differences: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state, rolled_back
 from trainer_client.run.imported import adapt, is_imported
 from trainer_client.run.stored_state import counts_of, decode_stored, groups_of
-from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
+from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect, find_parts, first_gap
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
 from trainer_client.store_optimizer import StoreOptimizer
@@ -284,7 +284,7 @@ class _Search:
         for step, layout in sorted(steps, reverse=True):
             holders = steps[step, layout]
             stores, tensors = self._ask(layout, step, holders)
-            missing = self._missing(tensors)
+            missing = first_gap(tensors, (slot for group in self._groups for slot in group.slot_table.slots))
             # `lost` has the stores that show that this step is obsolete; see [Note: layouts]. The first commit of a
             # layout, one above the step that it was filled from, has the same values and is not treated as newer.
             lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
@@ -345,27 +345,22 @@ class _Search:
 
         A store whose step was given up by an operator's roll-back is removed from `holders`.
         """
-        reached: list[StoreAddress] = []
-        tensors: dict[str, list[StoredTensor]] = {}
-        with ExitStack() as clients:
-            for view in list(holders):
-                store = view.store
-                try:
-                    client = clients.enter_context(connect(store, self._credentials))
-                    part = StepPart(client, store.held_as or self._job, layout, step)
-                    back = self._went_back_to(view, layout, step, part)
-                except TrainerClientError as error:
-                    self._problems.append(f"{store.address}: {error}")
-                    continue
-                if back is not None:
-                    holders.remove(view)
-                    self._problems.append(
-                        f"step {step} at {store.address} was given up: an operator rolled the job back to step {back}"
-                    )
-                    continue
-                reached.append(store)
-                for fqn, tensor in part.tensors.items():
-                    tensors.setdefault(fqn, []).append(tensor)
+        views = {view.store: view for view in holders}
+
+        def why_not(store: StoreAddress, part: StepPart) -> str | None:
+            back = self._went_back_to(views[store], layout, step, part)
+            if back is None:
+                return None
+            holders.remove(views[store])
+            return f"step {step} at {store.address} was given up: an operator rolled the job back to step {back}"
+
+        reached, tensors, problems = find_parts(
+            views,
+            self._credentials,
+            lambda client, store: StepPart(client, store.held_as or self._job, layout, step),
+            why_not,
+        )
+        self._problems += problems
         return reached, tensors
 
     def _went_back_to(self, view: _View, layout: str, step: int, part: StepPart) -> int | None:
@@ -376,15 +371,6 @@ class _Search:
         (stored,) = (one for one in view.layouts if one.name == layout)
         made_after = {*stored.rolled_back, *rolled_back.of_step(part.reader)}
         return rolled_back.went_back_to(self._rolled_back, step, made_after)
-
-    def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
-        """Return a text that names the first range of a parameter that no store has; None if nothing is missing."""
-        for group in self._groups:
-            for slot in group.slot_table.slots:
-                held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
-                if (lacking := slot.first_gap(held)) is not None:
-                    return f"elements of {slot.fqn!r} from {lacking} of {slot.first + slot.numel} on"
-        return None
 
     def _start(
         self, layout: str, step: int, stores: Iterable[StoreAddress], tensors: Mapping[str, Sequence[StoredTensor]]

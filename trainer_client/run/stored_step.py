@@ -1,4 +1,4 @@
-"""The reader of a committed step that has another layout than this run's.
+"""The reader of a committed step that has another layout than this run's, and the search for the stores that have it.
 
 Its elements are read by parameter name and range, from this rank's own store if that has them, otherwise from the job's
 other stores. This module owns the connections that it opens, and the readers, which keep the step in those stores while
@@ -7,17 +7,19 @@ it is read. It must never write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import grpc
 import torch
 
 from paramserver.contract.buffer_names import name_buffers
-from trainer_client.errors import StoreNotFoundError, StoreUnavailableError
+from paramserver.contract.printable import printable
+from trainer_client.errors import StoreNotFoundError, StoreUnavailableError, TrainerClientError
 from trainer_client.model.large_buffers import unpacked
+from trainer_client.model.slot_table import Slot
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.reader import StoreReaderSync
 from trainer_client.store_client.types import Kind, StoredTensor
@@ -85,6 +87,70 @@ class StepPart:
             client.read_layout(job, layout, step) if kept is None else client.read_kept(job, kept)
         )
         self.tensors: Mapping[str, StoredTensor] = {tensor.fqn: tensor for tensor in self.reader.tensors()}
+
+
+def tensors_of(parts: Iterable[StepPart]) -> dict[str, list[StoredTensor]]:
+    """Return what stores have of each tensor of a step, by the tensor's name."""
+    found: dict[str, list[StoredTensor]] = {}
+    for part in parts:
+        for fqn, tensor in part.tensors.items():
+            found.setdefault(fqn, []).append(tensor)
+    return found
+
+
+def find_parts(
+    candidates: Iterable[StoreAddress],
+    credentials: Credentials,
+    open_part: Callable[[StoreClientSync, StoreAddress], StepPart],
+    why_not: Callable[[StoreAddress, StepPart], str | None],
+) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]], list[str]]:
+    """Ask stores for their parts of a step, and close the parts again.
+
+    Args:
+        candidates: the stores.
+        credentials: token and TLS files to connect with.
+        open_part: opens the part of a store, which this function has connected to.
+        why_not: returns a text that says why a part does not count; None if it counts.
+
+    Returns:
+        The stores whose parts count, each once, what they have of each tensor, and texts about the other stores.
+    """
+    stores: dict[tuple[str, str], StoreAddress] = {}
+    parts: list[StepPart] = []
+    problems: dict[tuple[str, str], str] = {}
+    with ExitStack() as clients:
+        for store in dict.fromkeys(candidates):
+            place = store.address, store.held_as
+            try:
+                client = clients.enter_context(connect(store, credentials))
+                if (client.epoch, store.held_as) in stores:
+                    continue
+                part = open_part(client, store)
+                problem = why_not(store, part)
+            except TrainerClientError as error:
+                problems.setdefault(place, f"{store.address}: {error}")
+                continue
+            if problem is not None:
+                problems[place] = problem
+                continue
+            problems.pop(place, None)
+            stores[client.epoch, store.held_as] = replace(store, epoch=client.epoch)
+            parts.append(part)
+        return list(stores.values()), tensors_of(parts), list(problems.values())
+
+
+def first_gap(tensors: Mapping[str, Sequence[StoredTensor]], slots: Iterable[Slot]) -> str | None:
+    """Return a text that names the first range of a parameter that no store has; None if the stores have all ranges.
+
+    Args:
+        tensors: what the stores have of each tensor, by its name.
+        slots: the wanted parameters, or tiles of them.
+    """
+    for slot in slots:
+        held = [held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held]
+        if (lacking := slot.first_gap(held)) is not None:
+            return f"elements of {printable(slot.fqn)!r} from {lacking} of {slot.first + slot.numel} on"
+    return None
 
 
 class StoredStep:
