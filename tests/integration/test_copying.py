@@ -28,9 +28,9 @@ from tests.integration.support.waiting import wait_until
 from tests.special_files import replace_with
 from tests.unit.storage.builders import Layout
 from trainer_client import StoreClientSync
+from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.description import Progress
 from trainer_client.copying.put_step import CopyResult, PutRun, copy_step
-from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import CopyError, StoreBudgetError, StoreUnavailableError
 from trainer_client.store_client.connection import Connection
 from trainer_client.transport.credentials import NO_CREDENTIALS
@@ -191,7 +191,7 @@ def test_one_run_puts_one_step_after_another_wherever_the_job_keeps_them(stores:
         run = closing.enter_context(PutRun(target))
         for first, last in ((1, 1), (2, 4), (5, 5)):
             rank.train(first, last)
-            with StoredStep(origin, layout.name) as source:
+            with DaemonStep(origin, layout.name) as source:
                 assert run.takes(source.description)
                 assert run.put(source).step == last
             # The job is the run's own between two steps.

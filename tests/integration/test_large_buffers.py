@@ -19,7 +19,7 @@ from tests.integration.support.amending_ranks import Plan, play
 from tests.integration.support.daemon import Daemon, Stores, serving
 from tests.integration.support.model_runs import config_of, optimizer_of, start
 from trainer_client import StoreClientSync
-from trainer_client.copying.stored_step import StoredStep
+from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.verbs import backup, copy, restore
 from trainer_client.exchange.export import export_step
 from trainer_client.model.large_buffers import LargeBuffers
@@ -152,7 +152,7 @@ def test_what_does_not_change_is_written_once(model_store: str, job: str) -> Non
 
 def versions(address: str, job: str) -> set[int | None]:
     """Return the steps in which the slabs with large buffers were written last."""
-    with StoreClientSync.connect(address) as client, StoredStep(client._connection, job) as step:
+    with StoreClientSync.connect(address) as client, DaemonStep(client._connection, job) as step:
         return {slab.version for slab in step.description.slabs.values() if has_buffers(slab.group.shards[0].fqn)}
 
 

@@ -30,8 +30,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from paramserver.contract.documents import parse_json
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.copying.backup_files import BackupFiles, open_files
+from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StoredSlab, slabs_of
-from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import BackupError, ConfigError
 from trainer_client.store_client.connection import Connection
 
@@ -209,12 +209,12 @@ def back_up(
         raise ConfigError(f"{keep_last} backups cannot be kept: keep at least 1")
     files = open_files(destination)
     _check_label(files, job, must_exist=False)
-    with StoredStep(origin, job, step, kept) as source, files.locked():
+    with DaemonStep(origin, job, step, kept) as source, files.locked():
         return _Writing(files, source, on_progress).run(keep_last)
 
 
 class _Writing:
-    def __init__(self, files: BackupFiles, source: StoredStep, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, files: BackupFiles, source: DaemonStep, on_progress: Callable[[Progress], None]) -> None:
         self._files = files
         self._source = source
         self._step = source.description

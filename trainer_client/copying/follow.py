@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
-from trainer_client.copying.stored_step import StoredStep
 from trainer_client.errors import ConfigError, StoreError, TrainerClientError
 from trainer_client.run import rolled_back
 from trainer_client.run.rolled_back import RollBacks
@@ -293,7 +293,7 @@ class Follower:
 
     def _ask_rolled_back(self) -> RollBacks:
         """Return the roll-backs of the job by operators. It can raise StoreError."""
-        with StoredStep(self._origin.connection, self._order.job) as newest:
+        with DaemonStep(self._origin.connection, self._order.job) as newest:
             named = rolled_back.of_states(newest.description.client_states)
         job = self._ask_job()
         return {**named, **rolled_back.of_layouts(() if job is None else job.layouts)}
@@ -311,7 +311,7 @@ class Follower:
             self._holder.connection.session(Call(_ANSWER_SECONDS, _ANSWER_SECONDS))
         with self._changed:
             heard = self._newest
-        with StoredStep(self._origin.connection, self._order.job, put_as=self._order.held_as) as source:
+        with DaemonStep(self._origin.connection, self._order.job, put_as=self._order.held_as) as source:
             step = source.description
             # A follower without a trainer compares all bytes again, because another run may have gone back meanwhile.
             # So it does if the step is older than the one before, as after a restart of the daemon.

@@ -24,9 +24,9 @@ import xxhash
 from paramserver.contract.capabilities import SETTLED_STEPS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.copying.daemon_step import DaemonStep, digest_batches
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
 from trainer_client.copying.pace import Pace
-from trainer_client.copying.stored_step import StoredStep, digest_batches
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.run import rolled_back
 from trainer_client.run.rolled_back import RollBacks
@@ -300,7 +300,7 @@ class _Putting:
             )
         if self._run.is_same_layout:
             self._run.layout = present.layout
-            with StoredStep(self._target, job, newest) as theirs:
+            with DaemonStep(self._target, job, newest) as theirs:
                 return self._differing(theirs)
         if newest == wanted.step or any(one.layout == self._run.layout for one in stored.layouts):
             raise CopyError(
@@ -315,7 +315,7 @@ class _Putting:
         known = self._run.rolled_back()
         if not known:
             return False
-        with StoredStep(self._target, self._step.step.job, max(present.steps)) as theirs:
+        with DaemonStep(self._target, self._step.step.job, max(present.steps)) as theirs:
             made_after = {*rolled_back.of_states(theirs.description.client_states)}
         made_after |= {mark.name for mark in present.rolled_back}
         return rolled_back.went_back_to(known, max(present.steps), made_after) is not None
@@ -335,12 +335,12 @@ class _Putting:
         ours = self._step
         if not self._run.is_same_layout:
             return False
-        with StoredStep(self._target, ours.step.job, ours.step.step) as theirs:
+        with DaemonStep(self._target, ours.step.job, ours.step.step) as theirs:
             former = theirs.description
             is_alike = ours.has_groups_of(former) and dict(ours.client_states) == dict(former.client_states)
             return is_alike and not self._differing(theirs)
 
-    def _differing(self, theirs: StoredStep) -> list[StoredSlab]:
+    def _differing(self, theirs: DaemonStep) -> list[StoredSlab]:
         """Return the slabs whose bytes in the target's newest step are not those of the source."""
         ours, former = self._step, theirs.description
         if not ours.has_groups_of(former):
@@ -561,5 +561,5 @@ def copy_step(
     Raises:
         CopyError, StoreError: see put_step.
     """
-    with StoredStep(origin, job, step, kept) as source:
+    with DaemonStep(origin, job, step, kept) as source:
         return put_step(source, target, on_progress=on_progress, restart_seconds=restart_seconds)

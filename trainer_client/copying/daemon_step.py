@@ -28,7 +28,7 @@ _ARENA_SHARE = 64
 _DIGESTED_AT_ONCE_BYTES = 256 << 20
 
 
-class StoredStep:
+class DaemonStep:
     """A step of a daemon's job, which implements StepSource. As a context manager it releases the step at its end."""
 
     def __init__(
