@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from storage.admission import Admission, Limit
-from storage.catalog.records import StoredJob, StoredVersion
+from storage.catalog.records import JobRecord, StoredVersion
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
 from storage.host_cache import HostCache
 from storage.job_table import JobTable
@@ -48,7 +48,7 @@ class JobRegistry:
         self.admission = admission
         self._deleting: set[str] = set()
 
-    def restore(self, stored: Iterable[StoredJob]) -> None:
+    def restore(self, stored: Iterable[JobRecord]) -> None:
         """Restore all jobs as their last durable commits left them, and all kept steps.
 
         Of one job, `stored` has older layouts first.
@@ -355,7 +355,7 @@ class JobRegistry:
         job.tally.add(group)
         return group
 
-    def _restored(self, stored: StoredJob, regions: dict[tuple[Extent, ...], Region]) -> Job:
+    def _restored(self, stored: JobRecord, regions: dict[tuple[Extent, ...], Region]) -> Job:
         """Return a job as the catalog has it.
 
         `regions` has the regions that were restored before; this function adds those that it restores.

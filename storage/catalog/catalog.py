@@ -24,8 +24,8 @@ from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_
 from storage.catalog.records import (
     BadExtent,
     CommitRecord,
+    JobRecord,
     RolledBack,
-    StoredJob,
     StoredVersion,
     parameters_to_text,
     rolled_back_from_text,
@@ -76,7 +76,7 @@ class Catalog:
         self._files = OpenFiles() if files is None else files
         self._ledger = Ledger()
         # The jobs that were read when the catalog was opened, until `load` returns them or a transaction changes them.
-        self._read: list[StoredJob] | None = None
+        self._read: list[JobRecord] | None = None
         with errors(path, opening=True):
             self._db = connect(path)
             try:
@@ -87,7 +87,7 @@ class Catalog:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
                 # All rows are read and verified once, because that takes seconds for a million shards.
-                read: list[StoredJob] = []
+                read: list[JobRecord] = []
                 self._ledger = read_ledger(self._db, path, lambda job: read.append(job.stored()))
                 self._read = read
                 # A process that was killed may have left a transaction in the log which it had not synced. SQLite
@@ -103,7 +103,7 @@ class Catalog:
                 self._db.close()
                 raise
 
-    def load(self) -> list[StoredJob]:
+    def load(self) -> list[JobRecord]:
         """Return every job with its groups, its commits and the versions that these commits need.
 
         Raises:

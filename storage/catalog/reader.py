@@ -13,7 +13,7 @@ from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.records import (
     BadExtent,
     CommitRecord,
-    StoredJob,
+    JobRecord,
     StoredVersion,
     parameters_from_text,
     shards_from_text,
@@ -36,7 +36,7 @@ class VerifiedJob:
     manifests: Mapping[int, bytes]
     states: Mapping[int, Mapping[int, bytes]]
 
-    def stored(self) -> StoredJob:
+    def stored(self) -> JobRecord:
         """Return the job as the engine's types.
 
         Raises:
@@ -60,7 +60,7 @@ class VerifiedJob:
             CommitRecord(step=step, committed_at=commit.committed_at, client_states=self.states.get(step, {}))
             for step, commit in self.entry.commits.items()
         )
-        return StoredJob(
+        return JobRecord(
             spec=spec,
             created_at=created_at,
             groups=self._groups(),

@@ -40,7 +40,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredJob:
+class JobRecord:
     """A job as the catalog has it.
 
     Attributes:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from storage.catalog.catalog import Catalog
-from storage.catalog.records import BadExtent, StoredJob
+from storage.catalog.records import BadExtent, JobRecord
 from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError, FormerFormatError
 from storage.integrity import BLOCK_BYTES, Checksums
@@ -176,7 +176,7 @@ def catalog_damage(rng: random.Random, images: list[bytes]) -> Iterator[tuple[st
             yield kind, bytes(damaged)
 
 
-Contents = tuple[list[StoredJob], dict[int, str], tuple[BadExtent, ...]]
+Contents = tuple[list[JobRecord], dict[int, str], tuple[BadExtent, ...]]
 
 
 def contents(path: Path) -> Contents:
