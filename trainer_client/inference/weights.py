@@ -273,7 +273,8 @@ class StepWeights:
                 ]
                 if not plan.casts:
                     tensors = zip((place.tensor.fqn for place in plan.places), _tensors(plan, views), strict=True)
-                    return HeldTensors(dict(tensors), session, ids, views, session.generation())
+                    generation = None if session.arena is None else session.arena.generation()
+                    return HeldTensors(dict(tensors), session, ids, views, generation)
                 try:
                     cast = {
                         place.tensor.fqn: tensor.to(place.dtype, copy=True)
@@ -301,7 +302,7 @@ class StepWeights:
     def _memory(self, session: StoreSession) -> memoryview | None:
         """Return this process's mapping of the arena for reading; None if it cannot be mapped."""
         if self._mapped is None or self._mapped[0] is not session:
-            self._mapped = session, session.map_privately()
+            self._mapped = session, None if session.arena is None else session.arena.map_privately()
         return self._mapped[1]
 
 

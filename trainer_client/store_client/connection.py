@@ -24,7 +24,6 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.transport.arena import Generation
 from trainer_client.transport.attachment import OpenSession
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate, waiting_line
@@ -174,30 +173,9 @@ class StoreSession(OpenSession):
         super().__init__(channel, begin, prefer_streams=prefer_streams)
 
     @property
-    def maps_memory(self) -> bool:
-        """Whether bytes are copied through the mapped arena; otherwise gRPC sends them."""
-        return self.arena is not None
-
-    def map_privately(self) -> memoryview | None:
-        """Map the arena for reading, see `Arena.map_privately`.
-
-        Return None if this session cannot map it; the caller then copies the bytes of its leases.
-        """
-        return None if self.arena is None else self.arena.map_privately()
-
-    @property
     def has_ended(self) -> bool:
         """Whether the session is known to have ended."""
         return self.session.failure is not None
-
-    def generation(self) -> Generation | None:
-        """Return an object that tells, also after `close`, whether the daemon had ended the session.
-
-        Return None if the session does not map the arena.
-
-        Raise StoreUnavailableError if the session is closed.
-        """
-        return None if self.arena is None else self.arena.generation()
 
     def goes_on(self, call: Call) -> bool:
         """Wait until a broken stream is resumed or the session has ended, and return whether the session goes on.
@@ -442,7 +420,7 @@ class Connection:
     @property
     def maps_memory(self) -> bool:
         """Whether bytes go through the mapped arena, as of the last opened session."""
-        return self._session is not None and self._session.maps_memory
+        return self._session is not None and self._session.arena is not None
 
     def resume(self, call: Call, attempt: Callable[[StoreSession], T]) -> T:
         """Call `attempt` with the session and return its result; call it again after each break of the connection.

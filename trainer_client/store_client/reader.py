@@ -39,9 +39,9 @@ _ARENA_SHARE = 16
 _PARTS_AHEAD = 16
 # The number of tensors in one response of ListStoredTensors.
 _PAGE = 1000
-# `get_many` reads several tensors with one lease: at most BATCHED_RANGES of them, each at a multiple of
-# _RANGE_ALIGNMENT bytes in the lease (the store's rule). A tensor larger than 1 / _BATCHED_SHARE of a part is read by
-# itself.
+# Several ranges of tensors are read with one lease: at most BATCHED_RANGES of them, each at a multiple of
+# GATHER_ALIGNMENT_BYTES in the lease (the store's rule). `get_many` reads a tensor larger than 1 / _BATCHED_SHARE of a
+# part by itself.
 BATCHED_RANGES = 4096
 _BATCHED_SHARE = 4
 
