@@ -11,13 +11,13 @@ from pathlib import Path
 
 import uvloop
 
-from storage.config import EngineConfig
+from storage.base.config import EngineConfig
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.base.tune_interpreter import tune_interpreter
 from storage.engine import Engine
-from storage.reader import StepReader
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.transform import Tile
-from storage.tune_interpreter import tune_interpreter
-from storage.versions import Job
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
+from storage.steps.transform import Tile
 
 NUMEL = 1 << 20
 MIB = 1 << 20

@@ -136,7 +136,7 @@ def serve(
     except ConfigError as error:
         _tell_why(f"{error}")
         raise typer.Exit(2) from None
-    from storage.tune_interpreter import exempt_from_collection, tune_interpreter
+    from storage.base.tune_interpreter import exempt_from_collection, tune_interpreter
 
     tune_interpreter()
     import uvloop
@@ -144,7 +144,7 @@ def serve(
     from paramserver.contract.malloc_settings import keep_chunk_buffers
     from paramserver.process.logs import configure_logging
     from paramserver.server import serve as serve_until_stopped
-    from storage.errors import StorageError
+    from storage.base.errors import StorageError
 
     exempt_from_collection()
     keep_chunk_buffers()
@@ -179,8 +179,8 @@ def adopt(
     refuses the original instead. Bytes that the original wrote after the copy was made are lost or damaged; damage is
     detected when the bytes are read.
     """
-    from storage.directories import adopt as adopt_directories
-    from storage.errors import StorageError
+    from storage.base.errors import StorageError
+    from storage.jobs.directories import adopt as adopt_directories
 
     try:
         asyncio.run(adopt_directories(state_dir, nvme_dir))
@@ -192,7 +192,7 @@ def adopt(
 
 def _call_client_verb(module: str, arguments: list[str]) -> None:
     """Pass the arguments to the verb of a client, which is `main` of a module in a package above this one."""
-    from storage.tune_interpreter import exempt_from_collection
+    from storage.base.tune_interpreter import exempt_from_collection
 
     verb = importlib.import_module(module)
     exempt_from_collection()

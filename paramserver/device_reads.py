@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramserver.contract.device_reads import DeviceRead
-from storage.slab import NEVER
+from storage.state.slab import NEVER
 from storage.tiers.gpu import GpuTier
 
 

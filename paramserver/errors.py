@@ -1,8 +1,8 @@
-"""The errors of the daemon itself, beside those of storage/errors.py; rpc/status.py maps both to gRPC status codes."""
+"""The errors of the daemon itself, beside those of storage/base/errors.py; rpc/status.py maps both to status codes."""
 
 from __future__ import annotations
 
-from storage.errors import NotFoundError, StorageError
+from storage.base.errors import NotFoundError, StorageError
 
 
 class UnavailableError(StorageError):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.update import update_shards
 from paramserver.vocabulary import KIND_TO_WIRE
-from storage.shard import OPTIMIZER_STATES, Kind, Shard
-from storage.transform import Tile
+from storage.base.shard import OPTIMIZER_STATES, Kind, Shard
+from storage.steps.transform import Tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

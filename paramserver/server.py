@@ -79,9 +79,9 @@ from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2
-from storage.config import EngineConfig
+from storage.base.config import EngineConfig
+from storage.base.shard import TierName
 from storage.engine import Engine
-from storage.shard import TierName
 from storage.tiers.arena import PIECE_BYTES, SETTLED_BYTE
 
 log = logging.getLogger(__name__)

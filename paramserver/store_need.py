@@ -15,14 +15,14 @@ from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.store_need import RefusedJobError, StoreNeed
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.config import PREFETCH_BYTES
-from storage.errors import InvalidRequestError
-from storage.need import HostNeed, spilled_bytes, versions_needed
-from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, TierName
-from storage.slab import Group, Slab, Tally
+from storage.base.config import PREFETCH_BYTES
+from storage.base.errors import InvalidRequestError
+from storage.base.shard import GroupSpec, JobSpec, Kind, SlabKey, TierName
+from storage.state.need import HostNeed, spilled_bytes, versions_needed
+from storage.state.slab import Group, Slab, Tally
+from storage.steps.transform import host_budget_for, tile_buffer_bytes
 from storage.tiers.base import round_up
 from storage.tiers.slots import FIRST_SLOT_BYTE, SLOT_BYTES
-from storage.transform import host_budget_for, tile_buffer_bytes
 
 
 def find_need(

@@ -13,7 +13,7 @@ from paramserver.contract.kinds import KINDS
 from paramserver.contract.tiers import TIERS
 from paramserver.contract.words import words_of
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 
 _DTYPES = words_of(pb.DType)
 

@@ -11,12 +11,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from storage import syscalls
+from storage.base import syscalls
+from storage.base.config import EngineConfig
+from storage.base.failpoints import Failpoint, reach
+from storage.base.tracing import Tracer
 from storage.catalog.catalog import Catalog
-from storage.config import EngineConfig
-from storage.directories import open_nvme
-from storage.failpoints import Failpoint, reach
-from storage.host_cache import EvictionOrder
+from storage.jobs.directories import open_nvme
+from storage.memory.host_cache import EvictionOrder
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import BackingTier
 from storage.tiers.extents import Extent
@@ -26,7 +27,6 @@ from storage.tiers.lender import Lender
 from storage.tiers.lent import LentMemory, LentSegments
 from storage.tiers.nvme import NvmeTier, OnDamage
 from storage.tiers.remote import RemoteTier
-from storage.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

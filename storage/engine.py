@@ -18,42 +18,42 @@ from typing import Any
 
 import torch
 
-from storage import syscalls
-from storage.accounts import Accountant
-from storage.admission import Admission, Limit
 from storage.assembly import Tiers, open_tiers
+from storage.base import syscalls
+from storage.base.config import EngineConfig
+from storage.base.errors import ConflictError, StorageError
+from storage.base.open_files import OpenFiles
+from storage.base.shard import GroupSpec, JobSpec
+from storage.base.threads import begin_work
+from storage.base.tracing import Tracer
 from storage.catalog.catalog import Catalog
 from storage.catalog.thread import CatalogThread
-from storage.commit import Committer
-from storage.config import EngineConfig
-from storage.copy_writes import CopyWrites
-from storage.damage_log import DamageLog
-from storage.directories import CATALOG, LOCK
-from storage.errors import ConflictError, StorageError
-from storage.gradients import Gradients
-from storage.host_cache import HostCache
-from storage.job_registry import JobRegistry
-from storage.job_table import JobTable
-from storage.kept_steps import KeptSteps
-from storage.open_files import OpenFiles
-from storage.pending_steps import PendingSteps
-from storage.pins import SlabPins
-from storage.prefetch import PrefetchQueue
-from storage.reader import RangeReader
-from storage.renewal import Renewal
-from storage.scratch import ScratchRanges
-from storage.scrub import Scrubber
-from storage.shadows import Shadows
-from storage.shard import GroupSpec, JobSpec
-from storage.step_readers import StepReaders
-from storage.threads import begin_work
+from storage.jobs.accounts import Accountant
+from storage.jobs.admission import Admission, Limit
+from storage.jobs.directories import CATALOG, LOCK
+from storage.jobs.job_registry import JobRegistry
+from storage.jobs.kept_steps import KeptSteps
+from storage.jobs.step_readers import StepReaders
+from storage.jobs.upkeep import Upkeep, versions_on
+from storage.memory.copy_writes import CopyWrites
+from storage.memory.gradients import Gradients
+from storage.memory.host_cache import HostCache
+from storage.memory.prefetch import PrefetchQueue
+from storage.memory.scratch import ScratchRanges
+from storage.memory.shadows import Shadows
+from storage.state.job_table import JobTable
+from storage.state.versions import Job
+from storage.steps.commit import Committer
+from storage.steps.damage_log import DamageLog
+from storage.steps.pending_steps import PendingSteps
+from storage.steps.pins import SlabPins
+from storage.steps.reader import RangeReader
+from storage.steps.renewal import Renewal
+from storage.steps.scrub import Scrubber
+from storage.steps.transform import TilePool, Transformer
 from storage.tiers.contract import BackingTier, Tier
 from storage.tiers.gpu import GpuTier
 from storage.tiers.lender import Lender
-from storage.tracing import Tracer
-from storage.transform import TilePool, Transformer
-from storage.upkeep import Upkeep, versions_on
-from storage.versions import Job
 
 log = logging.getLogger(__name__)
 

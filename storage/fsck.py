@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage import syscalls
+from storage.base import syscalls
+from storage.base.errors import DamagedBlockError, DeviceError, NotFoundError, StorageError
+from storage.base.integrity import Checksums
+from storage.base.shard import SlabKey
 from storage.catalog.catalog import Catalog
-from storage.directories import CATALOG, LOCK
-from storage.errors import DamagedBlockError, DeviceError, NotFoundError, StorageError
-from storage.integrity import Checksums
-from storage.shard import SlabKey
+from storage.jobs.directories import CATALOG, LOCK
 from storage.tiers.base import round_up
 from storage.tiers.extents import Extent, overlapping
 

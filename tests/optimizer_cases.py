@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 
 Row = pb.ApplyGradientsRequest.HyperParameters
 

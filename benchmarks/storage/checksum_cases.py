@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.measure import GB, Sample, Stopwatch, summary
-from storage.integrity import Checksums
+from storage.base.integrity import Checksums
 
 BUFFER_BYTES = 64 << 20
 

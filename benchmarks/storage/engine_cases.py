@@ -15,10 +15,10 @@ from benchmarks.common.measure import Case, Progress, Sample, Stopwatch, Threads
 from benchmarks.storage import fio
 from benchmarks.storage.fio import FioJob
 from benchmarks.storage.jobs import JOB, Layout, Training, adamw, nothing, training
+from storage.base.integrity import Checksums
+from storage.base.shard import SlabKey
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, StoredVersion
-from storage.integrity import Checksums
-from storage.shard import SlabKey
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent
 from storage.tiers.nvme import REQUEST_BYTES

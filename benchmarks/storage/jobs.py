@@ -14,12 +14,12 @@ from pathlib import Path
 from benchmarks.common.measure import Threads
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.config import EngineConfig
+from storage.base.config import EngineConfig
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.parkable import Gradient
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.transform import Kernel, Tile
-from storage.versions import Job
+from storage.memory.parkable import Gradient
+from storage.state.versions import Job
+from storage.steps.transform import Kernel, Tile
 
 JOB = "bench"
 STATE_KINDS = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

@@ -21,14 +21,14 @@ import numpy as np
 from benchmarks.common.measure import BenchmarkError, Case, Progress, Sample, Stopwatch, Threads, compete
 from benchmarks.storage import fio
 from benchmarks.storage.fio import Fio, FioJob, FioMode
-from storage.host_cache import EvictionOrder
+from storage.base.tracing import Tracer
+from storage.memory.host_cache import EvictionOrder
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import Move
 from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import REQUEST_BYTES, NvmeRegion, NvmeTier
-from storage.tracing import Tracer
 
 MIB = 1 << 20
 # The tier itself splits such a region into requests of REQUEST_BYTES.

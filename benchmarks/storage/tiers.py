@@ -28,9 +28,9 @@ from benchmarks.storage import checksum_cases, engine_cases, fio, tier_cases
 from benchmarks.storage.engine_cases import EngineSizes
 from benchmarks.storage.jobs import Layout
 from benchmarks.storage.tier_cases import MIB, TierSizes
-from storage.errors import StorageError
+from storage.base.errors import StorageError
+from storage.base.tune_interpreter import tune_interpreter
 from storage.tiers.nvme import REQUEST_BYTES
-from storage.tune_interpreter import tune_interpreter
 
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 MIN_COMMIT_STEPS = 5

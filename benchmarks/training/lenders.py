@@ -42,7 +42,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
-from storage.integrity import Checksums
+from storage.base.integrity import Checksums
 from storage.tiers.block_macs import BlockMacs
 
 LINKS = (1.0, 3.0, 10.0)

@@ -40,7 +40,7 @@ def fsck(
         fail("give the state directory once: as STATE_DIR, or as --state-dir STATE_DIR")
     directory = state_dir or state_dir_option or Path()
     # These modules import torch, which takes a second. No other verb needs torch, so they are imported here.
-    from storage.errors import DataLossError, StorageError
+    from storage.base.errors import DataLossError, StorageError
     from storage.fsck import StateCheck, check_state
 
     check = StateCheck()

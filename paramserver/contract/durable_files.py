@@ -1,7 +1,7 @@
 """Files and directories that appear when they are complete, and that survive a loss of power.
 
 All files outside of the storage engine that another program may read are written by this module. The storage engine
-has functions of its own (storage/syscalls.py), because it imports nothing of this package, and because a file that
+has functions of its own (storage/base/syscalls.py), because it imports nothing of this package, and because a file that
 cannot be synced is a failure of its device, with an error of its own.
 """
 

@@ -8,16 +8,16 @@ MAX_FRAME_BYTES = (1 << 24) - 1
 
 # Shards start at multiples of this number of elements, in their parameter and in their group. torch's fused CPU kernels
 # round the last `numel % 16` elements of a call differently. So a parameter that is cut at these multiples gets the
-# same bits as the whole parameter. storage.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
+# same bits as the whole parameter. storage.base.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
 ELEMENT_ALIGNMENT = 16
 
 # Ranges that one lease gathers start at multiples of this number of bytes, so that each can be viewed as its element
-# type. storage.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
+# type. storage.memory.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
 GATHER_ALIGNMENT_BYTES = 16
 
 # The store verifies this number of bytes of a tensor at once. A read that begins at a multiple of it and covers the
-# whole block goes into the arena without a copy. storage.integrity.BLOCK_BYTES is the same number; a test compares the
-# two.
+# whole block goes into the arena without a copy. storage.base.integrity.BLOCK_BYTES is the same number; a test compares
+# the two.
 READ_BLOCK_BYTES = 128 << 10
 
 # The most gradients that a rank has at once without parking them, if the store asks it to park (`Lease.park`): that of

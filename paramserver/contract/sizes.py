@@ -1,7 +1,7 @@
 """Sizes as users write them, "1.5GiB" or a number of bytes, and as all texts show them, "1.5 GiB".
 
 Texts for people have binary units everywhere: errors, the log, `paramserver-admin`, `paramserver plan`, the page. JSON
-has bytes. `storage/shown_sizes.py` has the same two functions, because that package imports no other.
+has bytes. `storage/base/shown_sizes.py` has the same two functions, because that package imports no other.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.errors import TransferStalledError
 from paramserver.rpc.urgency import Urgency
-from storage.errors import NotFoundError, StorageError
-from storage.fair_queue import FairQueue, Share
+from storage.base.errors import NotFoundError, StorageError
+from storage.base.fair_queue import FairQueue, Share
 
 STALLED_SECONDS = 0.1
 _TICK_SECONDS = STALLED_SECONDS / 2

@@ -22,9 +22,9 @@ from paramserver.rpc.urgency import Urgency
 from paramserver.security.gate import Context, ForeignLoanError, Gate, certificate_name
 from paramserver.security.principals import Principal
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.errors import DataLossError, InvalidRequestError, NotFoundError
+from storage.base.errors import DataLossError, InvalidRequestError, NotFoundError
+from storage.base.waiting import unlogged
 from storage.tiers.lent import LentMemory, Loan
-from storage.waiting import unlogged
 
 # The time in which a borrower must send its request, or the id of its loan, after it has opened a stream.
 REQUEST_SECONDS = 10.0

@@ -15,10 +15,10 @@ from paramserver.rpc import convert
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import ConflictError, InvalidRequestError
+from storage.base.shard import DType, Kind
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
-from storage.reader import StepReader
-from storage.shard import DType, Kind
+from storage.steps.reader import StepReader
 
 
 class Source(Protocol):

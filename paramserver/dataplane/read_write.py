@@ -23,8 +23,8 @@ from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_TO_WIRE
+from storage.base.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
 # A function that returns the session with an id. It raises if the caller is not allowed to use that session.
 FindSession = Callable[[str], Session]

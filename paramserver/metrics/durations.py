@@ -9,7 +9,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from paramserver.metrics.families import PREFIX
-from storage.tracing import Activity, Span
+from storage.base.tracing import Activity, Span
 
 # The upper limits of the histograms' buckets, in seconds: from a lease that is granted from host memory (some 0.3 ms)
 # to a wait for room in it (60 s, the default of admission_timeout_seconds).

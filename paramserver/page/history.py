@@ -15,8 +15,8 @@ from itertools import islice
 from paramserver.page.steps import StepLog
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.sessions.sessions import Sessions
+from storage.base.shard import TierName
 from storage.engine import Engine
-from storage.shard import TierName
 from storage.tiers.contract import Tier
 
 INTERVAL_SECONDS = 2.0

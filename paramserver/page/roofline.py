@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from paramserver.page.steps import Step
-from storage.tracing import Activity
+from storage.base.tracing import Activity
 
 # The number of a job's last steps over which means are computed.
 MEASURED_STEPS = 16

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from storage.shard import LAYOUT_SEPARATOR
-from storage.tracing import Activity, Span
+from storage.base.shard import LAYOUT_SEPARATOR
+from storage.base.tracing import Activity, Span
 
 # The most steps that are kept of a job, and the most jobs of which steps are kept.
 KEPT_STEPS = 64

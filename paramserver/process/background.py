@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from storage.errors import StorageError
+from storage.base.errors import StorageError
 
 log = logging.getLogger(__name__)
 

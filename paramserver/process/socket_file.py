@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paramserver.contract.sockets import system_path
 from paramserver.errors import StartError
-from storage.errors import ConflictError
+from storage.base.errors import ConflictError
 
 # The random bytes in the name at which a socket is bound. The name is short, so it fits wherever the socket's does.
 _NAME_BYTES = 4

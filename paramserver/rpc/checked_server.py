@@ -31,7 +31,7 @@ from google.protobuf.message_factory import GetMessageClass
 from paramserver.rpc.rights import Declaration, Right, declaration_of
 from paramserver.rpc.status import answering_errors, answering_in_time
 from paramserver.security.gate import Context
-from storage.errors import InvalidRequestError
+from storage.base.errors import InvalidRequestError
 
 # A function that checks the right to make one call, and returns the Principal or the Session that the right is about.
 # The request is None if the client sends a stream of requests.

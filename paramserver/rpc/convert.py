@@ -17,9 +17,8 @@ from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc.urgency import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_FROM_WIRE, DTYPE_TO_WIRE, KIND_FROM_WIRE, TIER_FROM_WIRE
-from storage.errors import InvalidRequestError
-from storage.gathering import TensorRange
-from storage.shard import (
+from storage.base.errors import InvalidRequestError
+from storage.base.shard import (
     OPTIMIZER_STATES,
     DType,
     Durability,
@@ -30,6 +29,7 @@ from storage.shard import (
     Shard,
     SlabSpec,
 )
+from storage.memory.gathering import TensorRange
 
 MAX_NAME_BYTES = 1024
 # The most elements of a tensor. No tensor is that large, and with more elements the byte offsets that the engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from storage.errors import InvalidRequestError
+from storage.base.errors import InvalidRequestError
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000

@@ -25,8 +25,8 @@ from paramserver.errors import (
     UnknownSessionError,
 )
 from paramserver.security.gate import Context, RefusalLog, RefusedError
-from storage import errors
-from storage.waiting import Alarm, unlogged
+from storage.base import errors
+from storage.base.waiting import Alarm, unlogged
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _drop_traceback_at_end(error: grpc.aio.AbortError) -> None:
     """Have an error of gRPC, and the errors that led to it, forget at the end of the call in which frames they were.
 
     gRPC keeps the error in the state of the call, and the frames of its traceback keep the call. These circles would
-    stay in memory until a collection of the oldest generation, which is rare; see storage/tune_interpreter.py.
+    stay in memory until a collection of the oldest generation, which is rare; see storage/base/tune_interpreter.py.
     """
 
     def forget(_: asyncio.Task[Any]) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from paramserver.contract.replica_names import replicated_job
 from paramserver.contract.sizes import Size
 from paramserver.security.principals import Principal, Role
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 _CACHED_JOBS = 4096
 

@@ -17,7 +17,7 @@ from paramserver.security.principals import Principal
 from paramserver.sessions.log_context import note_in_logs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
-from storage.errors import InvalidRequestError
+from storage.base.errors import InvalidRequestError
 
 OnSession = Callable[[Session, Context], None]
 

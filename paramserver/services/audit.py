@@ -16,7 +16,7 @@ from paramserver.process.audit_log import AuditLog
 from paramserver.rpc.status import finished, status_code
 from paramserver.security.gate import Context, RefusedError
 from paramserver.security.principals import Principal, Role
-from storage.errors import StorageError
+from storage.base.errors import StorageError
 
 ResultT = TypeVar("ResultT")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from paramserver.config import DaemonConfig
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import Quotas
-from storage.errors import BudgetExceededError, ConflictError
+from storage.base.errors import BudgetExceededError, ConflictError
 
 log = logging.getLogger(__name__)
 

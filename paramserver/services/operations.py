@@ -25,9 +25,9 @@ from paramserver.services.store_view import StoreView
 from paramserver.sessions.drain import Drain
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from storage.base.errors import DamagedBlockError, InvalidRequestError, NotFoundError, StorageError
 from storage.engine import Engine
-from storage.errors import DamagedBlockError, InvalidRequestError, NotFoundError, StorageError
-from storage.versions import Job
+from storage.state.versions import Job
 
 # A verification sends its progress after this time, or once it has found this much damage.
 VERIFY_INTERVAL_SECONDS = 0.2

@@ -30,10 +30,10 @@ from paramserver.sessions.service import SessionService
 from paramserver.sessions.session import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import InvalidRequestError
+from storage.base.slices import in_slices
 from storage.engine import Engine
-from storage.errors import InvalidRequestError
-from storage.slab import NEVER
-from storage.slices import in_slices
+from storage.state.slab import NEVER
 from storage.tiers.gpu import DeviceRange
 
 

@@ -20,14 +20,14 @@ from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE
+from storage.base.errors import InvalidRequestError, NotFoundError
+from storage.base.shard import Kind, ParameterSpec
+from storage.base.slices import in_slices
+from storage.base.waiting import first_of
 from storage.engine import Engine
-from storage.errors import InvalidRequestError, NotFoundError
-from storage.gathering import Gathering
-from storage.shard import Kind, ParameterSpec
-from storage.shard_index import Placed
-from storage.slices import in_slices
-from storage.versions import Job
-from storage.waiting import first_of
+from storage.memory.gathering import Gathering
+from storage.state.shard_index import Placed
+from storage.state.versions import Job
 
 
 class Readers:

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
-from storage.reader import StepReader
-from storage.shard import GroupSpec
-from storage.slab import Group
-from storage.slices import in_slices
+from storage.base.shard import GroupSpec
+from storage.base.slices import in_slices
+from storage.state.slab import Group
+from storage.steps.reader import StepReader
 
 # The most parameters of one message. A message with groups is sent once it has this many shards.
 PARAMETERS_A_MESSAGE = 1000

@@ -24,12 +24,12 @@ from paramserver.sessions.host_quota import limits_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
-from storage.errors import ConflictError, InvalidRequestError
-from storage.kept_steps import KeptSize
-from storage.shard import Kind, Shard, TierName
-from storage.slab import Slab
-from storage.slices import in_slices
-from storage.versions import Job
+from storage.base.errors import ConflictError, InvalidRequestError
+from storage.base.shard import Kind, Shard, TierName
+from storage.base.slices import in_slices
+from storage.jobs.kept_steps import KeptSize
+from storage.state.slab import Slab
+from storage.state.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
 # The most events of one answer, which are all that the log can hold. It is also the number of events if the client does

@@ -23,16 +23,16 @@ from paramserver.sessions.session_state import SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import TIER_TO_WIRE
-from storage.accounts import Holder, TierAccount
+from storage.base.shard import TierName
+from storage.base.slices import in_slices
 from storage.engine import Engine
-from storage.prefetch import WindowState
-from storage.shard import TierName
-from storage.slices import in_slices
+from storage.jobs.accounts import Holder, TierAccount
+from storage.jobs.upkeep import HeldStep
+from storage.memory.prefetch import WindowState
 from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
 from storage.tiers.lent import Loan
-from storage.upkeep import HeldStep
 
 
 class StoreView:

@@ -16,8 +16,8 @@ from paramserver.contract.bearer import TRACEPARENT
 from paramserver.contract.otlp import Parent, SpanSender
 from paramserver.security.gate import Context
 from paramserver.sessions.session import Session
-from storage.shard import LAYOUT_SEPARATOR
-from storage.tracing import Activity, Span
+from storage.base.shard import LAYOUT_SEPARATOR
+from storage.base.tracing import Activity, Span
 
 # The most jobs whose steps are remembered, and the most steps of each job. Several steps are needed, because an
 # operation may end some steps after the one in which it began.

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import TIER_TO_WIRE
+from storage.base.tracing import Span, Tracer
 from storage.engine import Engine
-from storage.parkable import Activation
+from storage.memory.parkable import Activation
 from storage.tiers.contract import Tier
-from storage.tracing import Span, Tracer
 
 # The most spans that are kept for one session between two calls. They take a third of the largest message.
 MAX_SPANS = 50_000

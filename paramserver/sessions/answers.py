@@ -16,8 +16,8 @@ from typing import Any
 
 from paramserver.contract.repeated_calls import MOST_ANSWERED, CallMark
 from paramserver.errors import StaleCallError
-from storage.errors import BudgetExceededError, InvalidRequestError
-from storage.waiting import unlogged
+from storage.base.errors import BudgetExceededError, InvalidRequestError
+from storage.base.waiting import unlogged
 
 # The most calls of a session of which the answers are not known to have arrived. A trainer has some hundreds.
 MOST_CALLS = 4096

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from paramserver.process.background import unforeseen
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 log = logging.getLogger(__name__)
 

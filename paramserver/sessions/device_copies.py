@@ -12,13 +12,13 @@ from paramserver.rpc import convert
 from paramserver.sessions.leases import DeviceLease
 from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import NotFoundError
+from storage.base.shard import Kind
 from storage.engine import Engine
-from storage.errors import NotFoundError
-from storage.pins import Pin
-from storage.shard import Kind
-from storage.slab import NEVER, Slab
+from storage.state.slab import NEVER, Slab
+from storage.state.versions import Job
+from storage.steps.pins import Pin
 from storage.tiers.gpu import DeviceRange
-from storage.versions import Job
 
 # A client makes its memory smaller between two steps, and all its leases end within milliseconds then.
 LOOK_AGAIN_SECONDS = 0.005

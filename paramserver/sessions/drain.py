@@ -14,7 +14,7 @@ from paramserver.errors import UnavailableError
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from storage.engine import Engine
-from storage.versions import Job
+from storage.state.versions import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,16 +21,16 @@ from paramserver.sessions.leases import DeviceLease, Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
+from storage.base.shard import DType, Kind
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
-from storage.parkable import Activation, Gradient
-from storage.pins import Pin
-from storage.reader import StepReader
-from storage.shard import DType, Kind
-from storage.slab import NEVER, Slab
+from storage.memory.parkable import Activation, Gradient
+from storage.state.slab import NEVER, Slab
+from storage.state.versions import Job
+from storage.steps.pins import Pin
+from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
-from storage.versions import Job
 
 # Without parked gradients, host memory has to have room for this many activations of each rank that are not parked.
 _ACTIVATIONS_AT_ONCE = 4

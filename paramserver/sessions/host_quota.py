@@ -19,13 +19,13 @@ from paramserver.contract.sizes import shown_size
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
-from storage.admission import Limit
+from storage.base.errors import BudgetExceededError
+from storage.base.shard import Kind
+from storage.base.waiting import LATE_SECONDS
 from storage.engine import Engine
-from storage.errors import BudgetExceededError
-from storage.shard import Kind
+from storage.jobs.admission import Limit
+from storage.state.versions import Job
 from storage.tiers.base import round_up
-from storage.versions import Job
-from storage.waiting import LATE_SECONDS
 
 # A waiting request looks again at this interval. Waking it would need a signal from every place that can make room, and
 # only the requests of jobs at their quota wait here.

@@ -10,12 +10,12 @@ import enum
 from dataclasses import dataclass
 
 from paramserver.sessions.shared_ranges import SharedRange
-from storage.errors import ConflictError
-from storage.parkable import Activation, Gradient, Parkable
-from storage.pins import Pin
-from storage.reader import StepReader
-from storage.shard import DType
-from storage.slab import Slab
+from storage.base.errors import ConflictError
+from storage.base.shard import DType
+from storage.memory.parkable import Activation, Gradient, Parkable
+from storage.state.slab import Slab
+from storage.steps.pins import Pin
+from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
 from storage.tiers.contract import Region
 from storage.tiers.gpu import DeviceRange

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from paramserver.events import EventKind, EventLog
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 # The most holders of one job's replicas.
 MOST_HOLDERS = 16

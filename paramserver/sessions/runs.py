@@ -19,12 +19,12 @@ from paramserver.contract.printable import printable
 from paramserver.events import EventKind, EventLog
 from paramserver.sessions.copies import UNFINISHED_SECONDS, Copies
 from paramserver.sessions.replicas import Replicas
-from storage.admission import Limit
+from storage.base.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
+from storage.base.shard import GroupSpec, JobSpec
+from storage.base.waiting import unlogged
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
-from storage.shard import GroupSpec, JobSpec
-from storage.versions import Job, check_layout
-from storage.waiting import unlogged
+from storage.jobs.admission import Limit
+from storage.state.versions import Job, check_layout
 
 log = logging.getLogger(__name__)
 

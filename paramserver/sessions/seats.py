@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from paramserver.security.principals import ANYONE, Principal, Role
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 
 class Standing(enum.Enum):

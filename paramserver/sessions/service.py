@@ -31,9 +31,9 @@ from paramserver.sessions.session import Session
 from paramserver.sessions.session_state import SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import InvalidRequestError, NotFoundError, StorageError
+from storage.base.waiting import LATE_SECONDS
 from storage.engine import Engine
-from storage.errors import InvalidRequestError, NotFoundError, StorageError
-from storage.waiting import LATE_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from paramserver.sessions.runs import Run
 from paramserver.sessions.seats import Visitor
 from paramserver.sessions.session_state import SessionState, SessionVerb, following
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.errors import ConflictError, NotFoundError, StorageError
-from storage.reader import StepReader
-from storage.slab import Slab
+from storage.base.errors import ConflictError, NotFoundError, StorageError
+from storage.state.slab import Slab
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
 from storage.tiers.gpu import DeviceMemory
 from storage.tiers.slots import Slot
-from storage.versions import Job
 
 
 class SessionStream(Protocol):

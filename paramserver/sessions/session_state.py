@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 
 from paramserver.contract.transitions import Transitions
-from storage.errors import NotFoundError
+from storage.base.errors import NotFoundError
 
 
 class SessionState(enum.Enum):

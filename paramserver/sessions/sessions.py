@@ -40,16 +40,16 @@ from paramserver.sessions.seats import SeatLimits, Seats, Visitor
 from paramserver.sessions.session import Session, SessionStream
 from paramserver.sessions.session_state import SessionState, SessionVerb
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.admission import Limit
+from storage.base.errors import ConflictError, NotFoundError
+from storage.base.shard import GroupSpec, JobSpec
+from storage.base.slices import in_slices
+from storage.base.waiting import LATE_SECONDS
 from storage.engine import Engine
-from storage.errors import ConflictError, NotFoundError
-from storage.reader import StepReader
-from storage.shard import GroupSpec, JobSpec
-from storage.slab import NEVER
-from storage.slices import in_slices
+from storage.jobs.admission import Limit
+from storage.state.slab import NEVER
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
-from storage.versions import Job
-from storage.waiting import LATE_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
 from storage.engine import Engine
-from storage.reader import StepReader
+from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
 
 

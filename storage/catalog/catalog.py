@@ -18,6 +18,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from storage.base.errors import DataLossError
+from storage.base.failpoints import Failpoint, reach
+from storage.base.open_files import OpenFiles
+from storage.base.shard import GroupSpec, JobSpec, SlabKey, TierName
 from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
 from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
@@ -42,10 +46,6 @@ from storage.catalog.tables import (
     errors,
     find_version,
 )
-from storage.errors import DataLossError
-from storage.failpoints import Failpoint, reach
-from storage.open_files import OpenFiles
-from storage.shard import GroupSpec, JobSpec, SlabKey, TierName
 
 log = logging.getLogger(__name__)
 

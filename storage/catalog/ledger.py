@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from storage.base.shard import Kind
 from storage.catalog.digest import digest, digest_of_rows
 from storage.catalog.manifest import SlabIds
 from storage.catalog.records import BadExtent
-from storage.shard import Kind
 
 # The kinds by the words of the table `slabs`. A look-up takes a fraction of the time of the enum's call.
 KINDS = {kind.value: kind for kind in Kind}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.base.errors import DataLossError
+from storage.base.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.catalog.digest import digest, digest_of_rows
 from storage.catalog.ledger import KINDS, BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
 from storage.catalog.manifest import Manifest, visible_entries
@@ -19,8 +21,6 @@ from storage.catalog.records import (
     shards_from_text,
 )
 from storage.catalog.tables import REMEDY
-from storage.errors import DataLossError
-from storage.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
 
 # Dictionaries, because to call the enum takes several times as long as a look-up, and each slab needs four.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from storage.shard import DType, GroupSpec, JobSpec, ParameterSpec, Shard, SlabKey
+from storage.base.shard import DType, GroupSpec, JobSpec, ParameterSpec, Shard, SlabKey
 from storage.tiers.extents import Extent
 
 

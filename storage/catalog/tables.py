@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, FormerFormatError
+from storage.base.errors import ConflictError, DataLossError, DeviceError, DiskFullError, FormerFormatError
 
 FORMAT_VERSION = 6
 REMEDY = "restore the whole state directory from a backup, or use another one"

@@ -23,8 +23,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage import syscalls
-from storage.errors import DeviceError
+from storage.base import syscalls
+from storage.base.errors import DeviceError
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.slots import FIRST_SLOT_BYTE, SLOT_BYTES, Slots

@@ -12,14 +12,14 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from storage.integrity import BLOCK_BYTES
-from storage.shard import TierName
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import TierName
+from storage.base.waiting import finish_all, wait_out
 from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
 from storage.tiers.remote import RemoteRead, RemoteTier
-from storage.waiting import finish_all, wait_out
 
 # The bytes of the buffer through which a region is copied from one tier to another.
 _COPY_BYTES = 4 << 20

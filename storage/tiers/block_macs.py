@@ -1,8 +1,8 @@
 """Authentication of the blocks that lie in the memory of lenders, so that a lender cannot change them unseen.
 
-The checksums of `storage/integrity.py` find accidents. A lender that knows a block's label could change the block and
-keep its checksum. This module makes a message authentication code for each block, with a key that is made at random in
-this process. Key and codes stay in its memory, so a lender has nothing to compute with.
+The checksums of `storage/base/integrity.py` find accidents. A lender that knows a block's label could change the block
+and keep its checksum. This module makes a message authentication code for each block, with a key that is made at random
+in this process. Key and codes stay in its memory, so a lender has nothing to compute with.
 
 The code is GMAC (NIST SP 800-38D) with AES-256, over the version's label, the block's number and its bytes. It is the
 fastest one of hashlib and `cryptography`: for a block of 128 KiB it took 7 microseconds on an AMD EPYC, where Poly1305
@@ -16,7 +16,7 @@ import itertools
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from storage.integrity import BLOCK_BYTES
+from storage.base.integrity import BLOCK_BYTES
 
 _NONCE_BYTES = 12
 # The bytes that the borrower keeps for each block: the nonce, and the code of 16 bytes.

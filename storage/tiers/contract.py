@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from storage.shard import TierName
+from storage.base.shard import TierName
 from storage.tiers.base import TierCounters
 from storage.tiers.extents import Extent
 from storage.tiers.health import Device

@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from storage import syscalls
-from storage.errors import DataLossError, StorageError
+from storage.base import syscalls
+from storage.base.errors import DataLossError, StorageError
 from storage.tiers.base import round_up
 from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
 from storage.tiers.io_engine import IoEngine, IoLoad, IoRequest, Priority

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from storage.shard import TierName
-from storage.shown_sizes import shown_size
+from storage.base.shard import TierName
+from storage.base.shown_sizes import shown_size
 from storage.tiers.base import TierCounters, round_up
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.giving_way import giving_way

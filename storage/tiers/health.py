@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from storage.errors import DeviceStuckError
+from storage.base.errors import DeviceStuckError
 
 log = logging.getLogger(__name__)
 

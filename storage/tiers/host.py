@@ -16,13 +16,13 @@ from typing import Protocol
 
 import torch
 
-from storage.errors import BudgetExceededError
-from storage.shard import DType, TierName
-from storage.shown_sizes import least_size, shown_size
-from storage.slices import in_slices
+from storage.base.errors import BudgetExceededError
+from storage.base.shard import DType, TierName
+from storage.base.shown_sizes import least_size, shown_size
+from storage.base.slices import in_slices
+from storage.base.waiting import Alarm
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import BusyClock, TierCounters, round_up
-from storage.waiting import Alarm
 
 # A range is cleared in pieces of this size, each of which takes less than a tenth of a millisecond.
 _ZEROS = memoryview(bytes(256 << 10))
@@ -39,7 +39,7 @@ class _Waiter:
 
 
 class RoomMaker(Protocol):
-    """The order in which copies are evicted from the arena: `storage.host_cache.EvictionOrder`.
+    """The order in which copies are evicted from the arena: `storage.memory.host_cache.EvictionOrder`.
 
     This protocol is declared here and not in host_cache.py, because host_cache.py imports this module.
     """

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from storage.errors import BudgetExceededError, InvalidRequestError
+from storage.base.errors import BudgetExceededError, InvalidRequestError
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from storage.integrity import BLOCK_BYTES
+from storage.base.integrity import BLOCK_BYTES
 from storage.tiers.block_macs import SEAL_BYTES
 from storage.tiers.contract import Region
 from storage.tiers.free_runs import FreeRuns

@@ -16,17 +16,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
-from storage.integrity import BLOCK_BYTES, Checksums
-from storage.shard import TierName
-from storage.shown_sizes import least_size, shown_size
+from storage.base.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
+from storage.base.integrity import BLOCK_BYTES, Checksums
+from storage.base.shard import TierName
+from storage.base.shown_sizes import least_size, shown_size
+from storage.base.tracing import Activity, Tracer
+from storage.base.waiting import finish_all
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.contract import Move
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import SPLIT_BYTES, Extent, overlapping, without
 from storage.tiers.io_engine import IoRequest, Priority
-from storage.tracing import Activity, Tracer
-from storage.waiting import finish_all
 
 log = logging.getLogger(__name__)
 

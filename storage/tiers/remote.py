@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from storage.errors import DamagedBlockError
-from storage.shard import TierName
-from storage.shown_sizes import shown_size
+from storage.base.errors import DamagedBlockError
+from storage.base.shard import TierName
+from storage.base.shown_sizes import shown_size
 from storage.tiers.base import TierCounters
 from storage.tiers.block_macs import BlockMacs
 from storage.tiers.contract import Move, Region

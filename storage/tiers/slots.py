@@ -20,7 +20,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 
-from storage import syscalls
+from storage.base import syscalls
 
 # Before the slots, the arena's header has three other entries: the nonce, the mark and the settled word, whose places
 # are in arena.py. 256 slots fit in a page.

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from storage import syscalls
-from storage.errors import DataLossError
-from storage.threads import begin_work
+from storage.base import syscalls
+from storage.base.errors import DataLossError
+from storage.base.threads import begin_work
+from storage.base.waiting import wait_out
 from storage.tiers.base import BusyClock
 from storage.tiers.io_engine import IoLoad, IoRequest, Priority
-from storage.waiting import wait_out
 
 ArgumentT = TypeVar("ArgumentT")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.device import lag
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.stopped_client import attach

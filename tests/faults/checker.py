@@ -11,7 +11,7 @@ from pathlib import Path
 import uvloop
 
 from storage.engine import Engine
-from storage.versions import Job
+from storage.state.versions import Job
 from tests.faults.oracle import Oracle
 from tests.faults.worker import (
     different_kept_steps,

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import uvloop
 
-from storage import failpoints
+from storage.base import failpoints
+from storage.base.failpoints import Failpoint
 from storage.engine import Engine
-from storage.failpoints import Failpoint
 from tests.faults import checker, shim, worker
 from tests.faults.child import Child
 from tests.faults.jobs import JOBS

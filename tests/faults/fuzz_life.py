@@ -20,7 +20,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
-from storage.shard import TierName
+from storage.base.shard import TierName
 from tests.faults.fuzz_calls import DEADLINE_SECONDS, DRAINED, METHODS, WAITING, Call, Ending, send
 from tests.faults.fuzz_requests import Known, Requests, encoded
 from tests.integration.support.daemon import CHANNEL_OPTIONS

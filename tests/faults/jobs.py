@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float32]
-# The values of a group by kind, named as in `storage.shard.Kind`.
+# The values of a group by kind, named as in `storage.base.shard.Kind`.
 State = dict[str, npt.NDArray[Any]]
 # new = old * factor + gradient * gain. The factors and gains are powers of two, so that only the sum is rounded.
 FACTORS = {"weight": (0.5, 1.0), "exp_avg": (0.25, 2.0), "exp_avg_sq": (0.5, 4.0)}

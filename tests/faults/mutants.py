@@ -10,11 +10,11 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable
 
-from storage import syscalls
-from storage.host_cache import HostCache
-from storage.reader import StepReader
-from storage.scratch import ScratchRanges
-from storage.slab import NEVER, HostCopy, Slab
+from storage.base import syscalls
+from storage.memory.host_cache import HostCache
+from storage.memory.scratch import ScratchRanges
+from storage.state.slab import NEVER, HostCopy, Slab
+from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 

@@ -26,7 +26,7 @@ import torch
 
 from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind, TierName
+from storage.base.shard import Kind, TierName
 from tests.faults.fuzz import QUIET_SECONDS, leaks
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.store_client import Client, Rank

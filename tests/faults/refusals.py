@@ -23,8 +23,8 @@ from pathlib import Path
 
 import uvloop
 
+from storage.base.errors import StorageError
 from storage.engine import Engine
-from storage.errors import StorageError
 from storage.tiers import threaded_io
 from tests.faults import checker, shim
 from tests.faults.child import Child

@@ -9,7 +9,7 @@ import torch
 
 from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
 from trainer_client.transport.planes import LeasedBytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from storage.failpoints import Failpoint
+from storage.base.failpoints import Failpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import uvloop
 
-from storage.config import EngineConfig
+from storage.base.config import EngineConfig
+from storage.base.errors import NotFoundError
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.errors import NotFoundError
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.transform import Tile
-from storage.versions import Job
+from storage.state.versions import Job
+from storage.steps.transform import Tile
 from tests.faults.jobs import FACTORS, JobShape, gradient, updates
 from tests.faults.oracle import Act, Announcement, Oracle
 

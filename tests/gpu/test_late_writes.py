@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind
-from storage.syscalls import is_locked_elsewhere
+from storage.base.shard import Kind
+from storage.base.syscalls import is_locked_elsewhere
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Clients

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from storage.syscalls import collapse_pages
+from storage.base.syscalls import collapse_pages
 from tests.gpu.registered import cuda_driver, registered
 from trainer_client.transport.mapping import map_file
 from trainer_client.transport.pinning import PinError, Pins

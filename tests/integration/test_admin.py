@@ -18,7 +18,7 @@ from paramserver.admin.cli import app
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 from tests.integration.support.admin import admin, admin_json
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.store_client import Clients, Rank, refused

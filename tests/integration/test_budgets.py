@@ -12,7 +12,7 @@ import pytest
 from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import TierName
+from storage.base.shard import TierName
 from tests.integration.support.daemon import MIB, Daemon, admin_of, tiers
 from tests.integration.support.mounts import fill, small_disk
 from tests.integration.support.store_client import Clients, Rank, refused

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 from tests.integration.support.daemon import MIB, Daemon, Stores, admin_of, serving, tiers
 from tests.integration.support.forked import Forked
 from tests.integration.support.model_runs import config_of

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind
+from storage.base.shard import DType, Kind
 from tests.integration.support import stream_client
 from tests.integration.support.daemon import MIB, Daemon, Overhead, stated_overhead
 from tests.integration.support.store_client import Clients, Rank

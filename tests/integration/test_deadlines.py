@@ -21,7 +21,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.server import longest_wait_seconds
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from storage.shard import Kind, TierName
+from storage.base.shard import Kind, TierName
 from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
 from tests.integration.support.store_client import Clients, Rank, group_to_wire, job_fields, refused
 from tests.integration.support.waiting import wait_until

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.integrity import BLOCK_BYTES
-from storage.shard import DType, Kind
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import DType, Kind
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind, TierName
+from storage.base.shard import Kind, TierName
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.forked import Forked
 from tests.integration.support.store_client import Clients, Rank, refused

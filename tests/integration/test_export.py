@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 
 import trainer_client
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import DType, Kind
+from storage.base.shard import DType, Kind
 from tests.integration.support.daemon import MIB, Daemon, admin_of
 from tests.integration.support.forked import ROOT, Forked
 from tests.integration.support.model_runs import config_of, optimizer_of, start, train

@@ -13,7 +13,7 @@ import pytest
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.faults.fuzz_calls import METHODS
 from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.support.store_client import Clients, Rank, group_to_wire, refused

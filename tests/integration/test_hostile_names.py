@@ -16,7 +16,7 @@ from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import KIND_TO_WIRE
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.hostile_names import ACCEPTED, REFUSED
 from tests.integration.support.admin import admin
 from tests.integration.support.daemon import Daemon

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.store_client import Clients, Rank
 from tests.unit.storage.builders import Layout

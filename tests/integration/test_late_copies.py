@@ -17,7 +17,7 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from storage.tiers.base import PAGE_BYTES
 from tests.integration.support.cutter import Cutter
 from tests.integration.support.daemon import Daemon, admin_of, tiers

@@ -13,7 +13,7 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import DType, Kind
+from storage.base.shard import DType, Kind
 from tests.integration.support.daemon import Daemon, admin_of, tiers
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.integration.support.waiting import wait_until

@@ -25,7 +25,7 @@ from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from storage.tiers.base import round_up
 from tests.integration.support.daemon import MIB, Daemon, admin_of, run_serve, tiers
 from tests.integration.support.ranks import free_port

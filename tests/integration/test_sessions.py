@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
 from tests.integration.support.daemon import Daemon, tiers
 from tests.integration.support.forked import ROOT

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from storage.tiers.base import PAGE_BYTES
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
 from tests.integration.support.daemon import Daemon, tiers

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from storage import shard as engine
+from storage.base import shard as engine
 from tests.integration.support.daemon import MIB, Daemon, tiers
 from tests.integration.support.store_client import Clients
 from tests.integration.support.waiting import wait_until

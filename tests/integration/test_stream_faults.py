@@ -17,7 +17,7 @@ from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon, admin_of
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.integration.support.stream_client import Reading, Writing, read

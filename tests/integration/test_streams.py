@@ -7,7 +7,7 @@ import torch
 
 from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind
+from storage.base.shard import DType, Kind
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.integration.support.stream_client import MIB, Reading, Writing, read, seal, write
 from tests.unit.storage.builders import Layout

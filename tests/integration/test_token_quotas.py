@@ -20,7 +20,7 @@ from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import Kind
+from storage.base.shard import Kind
 from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.unit.storage.builders import Layout

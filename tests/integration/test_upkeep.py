@@ -25,7 +25,7 @@ from paramserver.config import DaemonConfig
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.shard import DType, Kind
+from storage.base.shard import DType, Kind
 from tests.integration.support.admin import admin, admin_json
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.forked import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_import_rules import FLOORS
+from tests.unit.test_import_rules import rooms as rooms_of
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "proto", "paramserver", "storage", "trainer_client", "benchmarks", "examples", "tests")
@@ -98,9 +98,7 @@ def test_sentences_name_their_actor(page: Path) -> None:
 def test_the_architecture_has_a_row_for_every_room(package: str) -> None:
     (heading,) = re.findall(rf"^### `{package}`.*$", ARCHITECTURE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = [first.strip("`") for first, *_ in rows(ARCHITECTURE, heading) if first.startswith("`")]
-    rooms = [room for floor in FLOORS[package] for room in floor.split() if room != "__init__"]
-
-    assert sorted(named) == sorted(rooms)
+    assert sorted(named) == sorted(room for room in rooms_of(package) if room != "__init__")
 
 
 def test_the_names_of_a_shards_bytes_are_those_of_the_code() -> None:

@@ -1,6 +1,7 @@
 """Each file that this project publishes is whole after any failure, and is on the disk before it has its name.
 
-`PUBLISHED` has all callers of `paramserver/contract/durable_files.py` and of `replace_file` in `storage/syscalls.py`.
+`PUBLISHED` has all callers of `paramserver/contract/durable_files.py`, and of `replace_file` in
+`storage/base/syscalls.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
-from storage import directories
-from storage.errors import DeviceError
+from storage.base.errors import DeviceError
+from storage.jobs import directories
 from trainer_client.copying.backup_files import open_files
 from trainer_client.engine_states import EngineStates
 from trainer_client.errors import BackupError, ExportError

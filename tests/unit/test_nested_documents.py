@@ -12,9 +12,9 @@ import xxhash
 from paramserver.config import load_config
 from paramserver.errors import ConfigError as DaemonConfigError
 from paramserver.security.tokens import read_entries
-from storage.directories import LABEL as LABEL_OF_DATA
-from storage.directories import adopt
-from storage.errors import DeviceError
+from storage.base.errors import DeviceError
+from storage.jobs.directories import LABEL as LABEL_OF_DATA
+from storage.jobs.directories import adopt
 from tests.unit.storage.builders import opened
 from trainer_client.config.config_file import read_config_file
 from trainer_client.copying.backup import BackupStep

@@ -44,7 +44,7 @@ _MADV_COLLAPSE = 25
 # caches, because in training, too, the states are not in the caches any more when their next update comes.
 _UPDATE_ELEMENTS = 16 << 20
 # The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
-# storage/transform.py).
+# storage/steps/transform.py).
 _PART_ELEMENTS = 1 << 18
 
 

@@ -61,7 +61,7 @@ def map_file(descriptor: int, nbytes: int, *, is_private: bool = False) -> memor
     Writes go to the file, unless `is_private`: then a write copies its page into this process, see `map_file_at`.
 
     The mapping lasts as long as the view or a slice of it is referenced. It begins at a multiple of _HUGE_PAGE_BYTES,
-    because the processor can use a huge page only there; storage/syscalls.py has the measured gain.
+    because the processor can use a huge page only there; storage/base/syscalls.py has the measured gain.
 
     Raises:
         OSError: the kernel refuses.

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import DType, Kind, TierName
+from storage.base.shard import DType, Kind, TierName
 from tests.integration.support.browser import Browser, what_is_missing
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.ranks import free_port

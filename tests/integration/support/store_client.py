@@ -27,7 +27,7 @@ from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from storage.shard import GroupSpec, Kind
+from storage.base.shard import GroupSpec, Kind
 from tests.integration.support.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import GRAD_SCALE, Layout, Reference, reference_of
 

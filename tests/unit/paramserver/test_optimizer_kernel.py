@@ -12,8 +12,8 @@ from torch.optim import SGD
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind, Shard
-from storage.transform import Tile
+from storage.base.shard import Kind, Shard
+from storage.steps.transform import Tile
 from tests.optimizer_cases import CASES, Case, Row
 
 NUMEL = 10_007

@@ -22,20 +22,20 @@ import torch._dynamo  # Otherwise the first optimizer imports it, which blocks t
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage import syscalls
-from storage.accounts import Holder
-from storage.config import EngineConfig
+from storage.base import syscalls
+from storage.base.config import EngineConfig
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.parkable import Gradient
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.slab import NEVER
+from storage.jobs.accounts import Holder
+from storage.memory.parkable import Gradient
+from storage.state.slab import NEVER
+from storage.state.versions import Job
+from storage.steps.transform import Kernel, Tile
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, Region
 from storage.tiers.extents import unused_runs
 from storage.tiers.lender import Lender
 from storage.tiers.nvme import NvmeRegion
-from storage.transform import Kernel, Tile
-from storage.versions import Job
 
 # OpenMP's threads spin while they wait for each other. On a busy machine a step of the reference would take seconds.
 torch.set_num_threads(1)
@@ -498,7 +498,7 @@ def flip(engine: Engine, offset: int) -> None:
 
 
 class Fault:
-    """A replacement of one function of `storage.syscalls` that counts its calls and can fail some of them."""
+    """A replacement of one function of `storage.base.syscalls` that counts its calls and can fail some of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
         self.calls = 0
@@ -545,7 +545,7 @@ def late_reads(engine: Engine) -> Iterator[asyncio.Event]:
 
 @contextmanager
 def held(monkeypatch: pytest.MonkeyPatch, function: str, *, when: bool = True) -> Iterator[threading.Event]:
-    """Make all calls of a function of `storage.syscalls` wait during the block; yield the event that ends the waits."""
+    """Make all calls of a function of `storage.base.syscalls` wait during the block; yield the event that ends them."""
     go_on, real = threading.Event(), getattr(syscalls, function)
     if not when:
         go_on.set()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from storage import syscalls
+from storage.base import syscalls
 from storage.engine import Engine
 from tests.unit.storage.builders import Training, opened
 

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.errors import BudgetExceededError, NotFoundError
-from storage.shard import TierName
+from storage.base.errors import BudgetExceededError, NotFoundError
+from storage.base.shard import TierName
 from storage.tiers.base import TierCounters, round_up
 from storage.tiers.contract import Move
 from storage.tiers.health import Device

@@ -1,4 +1,4 @@
-"""A forger of XXH3-64: it changes bytes of a block so that the checksum of `storage/integrity.py` stays the same.
+"""A forger of XXH3-64: it changes bytes of a block so that the checksum of `storage/base/integrity.py` stays the same.
 
 XXH3-64 hashes a long input in pieces of 1024 bytes, each of 16 stripes of 8 words of 64 bits (lanes). Within a piece,
 word `v` of lane `i` adds `v` to one sum of 64 bits, and the product of the two halves of `v ^ key` to another one. So

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from storage.errors import StorageError
+from storage.base.errors import StorageError
 from storage.tiers.lender import LenderError
 from storage.tiers.lent import LentMemory, Loan
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from storage import slices
-from storage.accounts import Holder, TierAccount
-from storage.admission import Limit
+from storage.base import slices
+from storage.base.errors import BudgetExceededError, ConflictError, NotFoundError
+from storage.base.shard import Kind, TierName
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError, NotFoundError
-from storage.shard import Kind, TierName
-from storage.slab import HostCopy
+from storage.jobs.accounts import Holder, TierAccount
+from storage.jobs.admission import Limit
+from storage.state.slab import HostCopy
 from storage.tiers.base import round_up
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import MIB, Layout, Training, on_nvme, opened, room_taken

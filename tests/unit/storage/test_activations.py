@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.errors import DamagedBlockError, DeviceError
 from storage.engine import Engine
-from storage.errors import DamagedBlockError, DeviceError
-from storage.parkable import Activation
+from storage.memory.parkable import Activation
 from tests.unit.storage.builders import MIB, TILED, Fault, Layout, Training, flip, held, on_nvme, opened
 
 # Its gradients and units take 4 MiB of the host budget, and the optimizer's buffers some more.

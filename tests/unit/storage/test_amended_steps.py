@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import ConflictError
+from storage.base.errors import ConflictError
 from tests.unit.storage.builders import ON_HOST, Layout, Training, opened, quiesce
 from tests.unit.storage.crashes import crashed
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from storage import syscalls
-from storage.errors import DeviceError, DiskFullError
-from storage.host_cache import EvictionOrder
+from storage.base import syscalls
+from storage.base.errors import DeviceError, DiskFullError
+from storage.memory.host_cache import EvictionOrder
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage.base.shard import DType, Kind, SlabKey, TierName
 from storage.catalog.catalog import Catalog
 from storage.catalog.manifest import Manifest
 from storage.catalog.records import BadExtent, CommitRecord, StoredVersion
 from storage.catalog.tables import FORMAT_VERSION
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
-from storage.shard import DType, Kind, SlabKey, TierName
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import Layout
 

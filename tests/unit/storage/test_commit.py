@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConflictError, DiskFullError, NotFoundError, StepAbortedError
-from storage.shard import DType, Kind
+from storage.base.errors import ConflictError, DiskFullError, NotFoundError, StepAbortedError
+from storage.base.shard import DType, Kind
 from tests.unit.storage.builders import ON_HOST, Fault, Layout, Training, held, opened, quiesce
 from tests.unit.storage.crashes import assert_survives_a_crash, assert_survives_a_crash_at
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import xxhash
 
-from storage.errors import DataLossError
-from storage.shard import DType, Kind, TierName
+from storage.base.errors import DataLossError
+from storage.base.shard import DType, Kind, TierName
 from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, flip, on_nvme, opened
 
 # The groups have more bytes than a buffer, and elements between their shards.

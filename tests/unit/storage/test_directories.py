@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls
-from storage.directories import adopt
+from storage.base import syscalls
+from storage.base.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError
+from storage.base.integrity import BLOCK_BYTES
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError
-from storage.integrity import BLOCK_BYTES
+from storage.jobs.directories import adopt
 from storage.tiers import nvme as nvme_module
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, engine_config, opened
 

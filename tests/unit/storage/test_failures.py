@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls
+from storage.base import syscalls
+from storage.base.errors import BudgetExceededError, DeviceError, DiskFullError, StorageError
+from storage.base.shard import DType, Kind, TierName
+from storage.base.shown_sizes import shown_size
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, DeviceError, DiskFullError, StorageError
-from storage.shard import DType, Kind, TierName
-from storage.shown_sizes import shown_size
 from storage.tiers import threaded_io
 from tests.unit.storage.builders import Fault, Layout, Training, engine_config, on_nvme, opened
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from storage.fair_queue import FairQueue, Share
+from storage.base.fair_queue import FairQueue, Share
 
 ItemT = TypeVar("ItemT", bound=Hashable)
 

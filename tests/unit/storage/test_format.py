@@ -17,11 +17,11 @@ import pytest
 import torch
 import xxhash
 
-from storage import failpoints, integrity
+from storage.base import failpoints, integrity
+from storage.base.errors import LAST_READER, FormerFormatError
+from storage.base.failpoints import Failpoint
+from storage.base.shard import DType, TierName
 from storage.catalog.catalog import Catalog
-from storage.errors import LAST_READER, FormerFormatError
-from storage.failpoints import Failpoint
-from storage.shard import DType, TierName
 from tests.unit.storage.builders import TILED, Layout, Training, opened, quiesce, reference_of
 
 PAGE, BLOCK = 4096, 131072

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from storage import fsck
-from storage.errors import ConflictError, DataLossError, DeviceError, NotFoundError
+from storage.base.errors import ConflictError, DataLossError, DeviceError, NotFoundError
+from storage.base.shard import DType, Kind
 from storage.fsck import StateCheck, check_state
-from storage.shard import DType, Kind
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import MIB, Layout, Training, on_nvme, opened
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import storage.reader
-import storage.slices
+import storage.base.slices
+import storage.steps.reader
+from storage.base.errors import DataLossError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.errors import DataLossError
-from storage.gathering import Gathering, InPlace, TensorRange
-from storage.integrity import BLOCK_BYTES
-from storage.reader import StepReader
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.memory.gathering import Gathering, InPlace, TensorRange
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
 from storage.tiers.nvme import NvmeRegion
-from storage.versions import Job
 from tests.unit.storage.builders import MIB, opened
 
 BLOCK = BLOCK_BYTES // 4
@@ -106,9 +106,9 @@ async def test_other_tasks_go_on_while_a_large_copy_is_read_and_cannot_evict_it(
         job = await commit(engine, TierName.NVME)
         slab, reader = job.slab("own", Kind.PARAM), await engine.step_readers.open(job)
         engine.pins.unpin(await engine.pins.fetch(job, "own", Kind.PARAM), 7.0)
-        monkeypatch.setattr(storage.reader, "COPIED_AT_ONCE", BLOCK_BYTES // 4)
+        monkeypatch.setattr(storage.steps.reader, "COPIED_AT_ONCE", BLOCK_BYTES // 4)
         # Each item of a walk is a slice of its own.
-        monkeypatch.setattr(storage.slices, "SLICE_SECONDS", -1.0)
+        monkeypatch.setattr(storage.base.slices, "SLICE_SECONDS", -1.0)
         evictions: list[bool] = []
 
         async def evict() -> None:

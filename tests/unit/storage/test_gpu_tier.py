@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from storage.slab import NEVER
+from storage.state.slab import NEVER
 from storage.tiers.gpu import ALIGN_BYTES, DeviceMemory, DeviceRange, GpuTier
 
 SIZE = 4 * ALIGN_BYTES

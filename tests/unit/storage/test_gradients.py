@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage.accounts import Holder
+from storage.base.errors import BudgetExceededError, DamagedBlockError, DeviceError, NotFoundError
+from storage.base.shard import DType, TierName
+from storage.base.shown_sizes import shown_size
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, DamagedBlockError, DeviceError, NotFoundError
-from storage.parkable import Gradient
-from storage.shard import DType, TierName
-from storage.shown_sizes import shown_size
+from storage.jobs.accounts import Holder
+from storage.memory.parkable import Gradient
 from tests.unit.storage.builders import (
     MIB,
     ROOM_FOR_TILED,
@@ -368,7 +368,7 @@ async def test_a_gradient_whose_last_use_is_over_is_freed_and_never_written(
 async def test_requests_wait_for_the_last_use_of_a_gradient_before_it_is_spilled(
     tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    monkeypatch.setattr("storage.gradients.PATIENCE_SECONDS", patience)
+    monkeypatch.setattr("storage.memory.gradients.PATIENCE_SECONDS", patience)
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
         without_room(engine)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import DeviceStuckError
-from storage.shard import Kind
+from storage.base.errors import DeviceStuckError
+from storage.base.shard import Kind
 from tests.unit.storage.builders import Layout, Training, held, opened
 
 LAYOUT = Layout(numels=(10_000, 17))

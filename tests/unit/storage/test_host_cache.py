@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.host_cache import EvictionOrder, HostCache
-from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
-from storage.slab import NEVER, HostCopy, Slab
+from storage.base.shard import DType, Kind, SlabKey, SlabSpec, TierName
+from storage.memory.host_cache import EvictionOrder, HostCache
+from storage.state.slab import NEVER, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
 from tests.unit.storage.builders import Layout, Training, opened

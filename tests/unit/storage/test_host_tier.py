@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import BudgetExceededError
-from storage.host_cache import EvictionOrder, HostCache
-from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
-from storage.shown_sizes import shown_size
-from storage.slab import NEVER, HostCopy, Slab
+from storage.base.errors import BudgetExceededError
+from storage.base.shard import DType, Kind, SlabKey, SlabSpec, TierName
+from storage.base.shown_sizes import shown_size
+from storage.memory.host_cache import EvictionOrder, HostCache
+from storage.state.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.errors import ConflictError, DataLossError, FormerFormatError
+from storage.base.integrity import BLOCK_BYTES, Checksums
+from storage.base.shard import DType, Kind, TierName
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent, JobRecord
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError, FormerFormatError
-from storage.integrity import BLOCK_BYTES, Checksums
-from storage.shard import DType, Kind, TierName
-from storage.slab import Slab
+from storage.state.slab import Slab
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, engine_config, on_nvme, opened, quiesce

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from storage.engine import Engine
-from storage.errors import (
+from storage.base.errors import (
     AlreadyExistsError,
     BudgetExceededError,
     ConflictError,
     InvalidRequestError,
     NotFoundError,
 )
-from storage.parkable import Gradient
-from storage.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
-from storage.shown_sizes import shown_size
+from storage.base.shard import DType, Durability, GroupSpec, Kind, Shard, SlabSpec, TierName
+from storage.base.shown_sizes import shown_size
+from storage.engine import Engine
+from storage.memory.parkable import Gradient
 from tests.unit.storage.builders import (
     ON_HOST,
     Layout,

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage import failpoints
-from storage.accounts import Holder
-from storage.admission import Limit
-from storage.engine import Engine
-from storage.errors import (
+from storage.base import failpoints
+from storage.base.errors import (
     AlreadyExistsError,
     BudgetExceededError,
     ConflictError,
@@ -20,12 +17,15 @@ from storage.errors import (
     InvalidRequestError,
     NotFoundError,
 )
-from storage.failpoints import Failpoint
-from storage.shard import DType, TierName
-from storage.shown_sizes import shown_size
+from storage.base.failpoints import Failpoint
+from storage.base.shard import DType, TierName
+from storage.base.shown_sizes import shown_size
+from storage.engine import Engine
+from storage.jobs.accounts import Holder
+from storage.jobs.admission import Limit
+from storage.state.versions import Job
 from storage.tiers.base import round_up
 from storage.tiers.contract import Region
-from storage.versions import Job
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened, quiesce
 
 LAYOUTS = {

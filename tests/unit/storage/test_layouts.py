@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage import failpoints
-from storage.admission import Limit
-from storage.engine import Engine
-from storage.errors import (
+from storage.base import failpoints
+from storage.base.errors import (
     BudgetExceededError,
     ConflictError,
     DeviceError,
@@ -25,12 +23,14 @@ from storage.errors import (
     InvalidRequestError,
     StorageError,
 )
-from storage.failpoints import Failpoint
-from storage.reader import StepReader
-from storage.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
-from storage.shown_sizes import shown_size
-from storage.versions import Job
-from storage.waiting import unlogged
+from storage.base.failpoints import Failpoint
+from storage.base.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
+from storage.base.shown_sizes import shown_size
+from storage.base.waiting import unlogged
+from storage.engine import Engine
+from storage.jobs.admission import Limit
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, held, opened
 
 LAYOUTS = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.accounts import Holder
+from storage.base.errors import BudgetExceededError, InvalidRequestError
+from storage.base.shard import Kind, TierName
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, InvalidRequestError
-from storage.shard import Kind, TierName
-from storage.slab import NEVER
+from storage.jobs.accounts import Holder
+from storage.state.slab import NEVER
 from storage.tiers.lent import MAX_LOANS, SEGMENT_BYTES, Loan
 from tests.unit.storage.builders import MIB, Layout, Training, opened
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.gathering import Gathering, TensorRange
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.memory.gathering import Gathering, TensorRange
+from storage.state.versions import Job
 from storage.tiers.base import PAGE_BYTES
-from storage.versions import Job
 from tests.unit.storage.builders import MIB, check_tally, opened
 from tests.unit.storage.work import counted
 

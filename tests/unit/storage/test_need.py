@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.need import HostNeed, spilled_bytes, versions_needed
-from storage.shard import Durability, JobSpec, TierName
+from storage.base.shard import Durability, JobSpec, TierName
+from storage.state.need import HostNeed, spilled_bytes, versions_needed
 
 
 def need(*, gradients: int, all_gradients: int) -> HostNeed:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from storage import syscalls
-from storage.errors import BudgetExceededError, DamagedBlockError, DataLossError, DeviceError, DiskFullError
-from storage.integrity import BLOCK_BYTES
+from storage.base import syscalls
+from storage.base.errors import BudgetExceededError, DamagedBlockError, DataLossError, DeviceError, DiskFullError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.tracing import Tracer
 from storage.tiers import data_file, threaded_io
 from storage.tiers import nvme as nvme_module
 from storage.tiers.arena import Arena
@@ -25,7 +26,6 @@ from storage.tiers.base import PAGE_BYTES
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import SPLIT_BYTES, Extent
 from storage.tiers.nvme import NvmeTier
-from storage.tracing import Tracer
 from tests.unit.storage.builders import Fault, held
 
 BUDGET_PAGES = 512

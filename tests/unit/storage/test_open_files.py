@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import DeviceError
+from storage.base.errors import DeviceError
 from tests.unit.storage.builders import Layout, Training, opened, quiesce
 from tests.unit.storage.crashes import assert_survives_a_crash
 

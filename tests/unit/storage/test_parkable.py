@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from storage import parkable
-from storage.errors import NotFoundError
-from storage.parkable import Activation, ParkState, ParkVerb
+from storage.base.errors import NotFoundError
+from storage.memory import parkable
+from storage.memory.parkable import Activation, ParkState, ParkVerb
 from tests.unit.state_tables import table_in
 
 TABLE = table_in(parkable.__doc__, ParkVerb, ParkState)

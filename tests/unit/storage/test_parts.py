@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls, transform
+from storage.base import syscalls
+from storage.base.errors import DamagedBlockError
+from storage.base.shard import DType, Kind, TierName
 from storage.engine import Engine
-from storage.errors import DamagedBlockError
-from storage.shard import DType, Kind, TierName
-from storage.slab import Slab
+from storage.state.slab import Slab
+from storage.steps import transform
 from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 MOMENTS = [TierName.NVME, TierName.HOST]

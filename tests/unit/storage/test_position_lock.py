@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from storage.position_lock import PositionLock
+from storage.base.position_lock import PositionLock
 
 
 async def nothing() -> None:

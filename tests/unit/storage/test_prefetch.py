@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls
+from storage.base import syscalls
+from storage.base.errors import BudgetExceededError, NotFoundError
+from storage.base.shard import Kind
+from storage.base.shown_sizes import shown_size
+from storage.base.tracing import Activity, Span
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, NotFoundError
-from storage.pins import Pin
-from storage.shard import Kind
-from storage.shown_sizes import shown_size
+from storage.steps.pins import Pin
 from storage.tiers import threaded_io
-from storage.tracing import Activity, Span
 from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 UNITS = tuple("abcdefgh")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from storage.base.errors import BudgetExceededError, ConflictError, DiskFullError, NotFoundError
+from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError, DiskFullError, NotFoundError
-from storage.reader import StepReader
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
-from storage.versions import Job
+from storage.state.versions import Job
+from storage.steps.reader import StepReader
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, check_tally, opened, quiesce
 
 NUMELS = {"a": 30_000, "b": 70_016, "c": 16}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from storage.base.errors import ConflictError, NotFoundError
+from storage.base.shard import DType, GroupSpec, Kind, Shard, TierName
 from storage.engine import Engine
-from storage.errors import ConflictError, NotFoundError
-from storage.shard import DType, GroupSpec, Kind, Shard, TierName
-from storage.versions import Job
+from storage.state.versions import Job
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, opened
 
 LAYOUT = Layout(numels=TILED, precision=DType.BFLOAT16, groups=("block.0",))

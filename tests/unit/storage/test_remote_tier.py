@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import DType, Kind
 from storage.engine import Engine
-from storage.integrity import BLOCK_BYTES
-from storage.shard import DType, Kind
-from storage.slab import NEVER
+from storage.state.slab import NEVER
 from storage.tiers.base import TierCounters
 from storage.tiers.contract import Move, Region
 from storage.tiers.lent import SEGMENT_BYTES

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from storage import syscalls
+from storage.base import syscalls
+from storage.base.errors import DataLossError, DeviceError
+from storage.base.shard import DType, TierName
 from storage.engine import Engine
-from storage.errors import DataLossError, DeviceError
-from storage.shard import DType, TierName
 from tests.unit.storage.builders import Fault, Layout, Training, on_nvme, opened, quiesce, room_taken
 from tests.unit.storage.test_puts import Table
 

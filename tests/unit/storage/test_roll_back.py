@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 
-from storage import failpoints
+from storage.base import failpoints
+from storage.base.errors import (
+    ConflictError,
+    DataLossError,
+    DeviceError,
+    DiskFullError,
+    NotFoundError,
+    StepAbortedError,
+)
+from storage.base.failpoints import Failpoint
+from storage.base.shard import DType, Kind, TierName
 from storage.catalog.records import RolledBack
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
-from storage.failpoints import Failpoint
-from storage.shard import DType, Kind, TierName
-from storage.transform import Kernel, Tile
+from storage.steps.transform import Kernel, Tile
 from tests.unit.storage.builders import ON_HOST, ROOM_FOR_TILED, TILED, Fault, Layout, Training, held, opened, quiesce
 from tests.unit.storage.crashes import assert_survives_a_crash
 

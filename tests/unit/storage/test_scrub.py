@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import DamagedBlockError
-from storage.integrity import BLOCK_BYTES
-from storage.scrub import LEAST_CHARGED_BYTES
-from storage.shard import Kind
-from storage.tracing import Activity, Span
-from storage.upkeep import versions_on
+from storage.base.errors import DamagedBlockError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import Kind
+from storage.base.tracing import Activity, Span
+from storage.jobs.upkeep import versions_on
+from storage.steps.scrub import LEAST_CHARGED_BYTES
 from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened, quiesce
 
 # Slabs have whole blocks, so that all other space can be allocated after a bad block is set aside.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.errors import ConflictError, DataLossError
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError
-from storage.versions import Job
+from storage.state.versions import Job
 from tests.unit.storage.builders import ON_HOST, Layout, Training, opened, quiesce
 from tests.unit.storage.crashes import crashed
 

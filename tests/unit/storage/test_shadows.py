@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.shard import DType, Kind, TierName
-from storage.transform import Tile
+from storage.base.shard import DType, Kind, TierName
+from storage.steps.transform import Tile
 from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken, updating
 
 LAYOUT = Layout(name="shadowed", groups=("a", "b", "c"), weights=TierName.HOST, moments=TierName.HOST, every_steps=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from storage.shard import DType, Durability, JobSpec, Parameters, ParameterSpec
+from storage.base.shard import DType, Durability, JobSpec, Parameters, ParameterSpec
 
 FIRST = ParameterSpec(fqn="a", shape=(3, 4), dtype=DType.FLOAT32, trainable=True)
 SECOND = replace(FIRST, fqn="b")

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from storage.shard import DType, GroupSpec, Kind, Shard, SlabSpec, TierName
-from storage.shard_index import ShardIndex
-from storage.slab import Group
+from storage.base.shard import DType, GroupSpec, Kind, Shard, SlabSpec, TierName
+from storage.state.shard_index import ShardIndex
+from storage.state.slab import Group
 from tests.unit.storage.work import counted
 
 

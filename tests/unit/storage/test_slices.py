@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from storage.slices import SLICE_SECONDS, in_slices
+from storage.base.slices import SLICE_SECONDS, in_slices
 
 # The time that a walk spends on one item. It is more than all walks together may take in one turn.
 LONG_SECONDS = 1.1 * SLICE_SECONDS

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage.errors import BudgetExceededError, ConflictError, DataLossError, DiskFullError, NotFoundError
-from storage.reader import StepReader
-from storage.shard import DType, Kind, TierName
+from storage.base.errors import BudgetExceededError, ConflictError, DataLossError, DiskFullError, NotFoundError
+from storage.base.shard import DType, Kind, TierName
+from storage.steps.reader import StepReader
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, held, opened, quiesce, room_taken
 
 LAYOUTS = {

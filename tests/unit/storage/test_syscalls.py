@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from storage import syscalls
-from storage.errors import DeviceError, DiskFullError
+from storage.base import syscalls
+from storage.base.errors import DeviceError, DiskFullError
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch, name: str, rng: random.Random) -> list[int]:

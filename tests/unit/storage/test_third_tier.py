@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from storage.accounts import Holder
+from storage.base.errors import BudgetExceededError, InvalidRequestError
+from storage.base.shard import DType, Kind, TierName
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, InvalidRequestError
-from storage.shard import DType, Kind, TierName
+from storage.jobs.accounts import Holder
 from tests.unit.storage.builders import MIB, Layout, Training, opened
 from tests.unit.storage.folder_tier import FolderTier
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from storage import syscalls
-from storage.errors import DataLossError, DeviceError
+from storage.base import syscalls
+from storage.base.errors import DataLossError, DeviceError
 from storage.tiers import threaded_io
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.io_engine import IoRequest, Priority

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.shard import DType
 from storage.engine import Engine
-from storage.shard import DType
 from tests.unit.storage.builders import Layout, Training, engine_config
 
 WORKERS = {"data.0-read-0", "data.0-write-0", "data.0-read-che", "optimizer_0"}

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from storage.errors import BudgetExceededError, NotFoundError
-from storage.host_cache import EvictionOrder
-from storage.integrity import BLOCK_BYTES
-from storage.shard import TierName
+from storage.base.errors import BudgetExceededError, NotFoundError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import TierName
+from storage.base.tracing import Tracer
+from storage.memory.host_cache import EvictionOrder
 from storage.tiers.backing import BackingTiers
 from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.data_file import DataFile
@@ -20,7 +21,6 @@ from storage.tiers.health import DeviceWatch
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier
-from storage.tracing import Tracer
 from tests.unit.storage.folder_tier import FolderRegion, FolderTier
 
 BUDGET = 64 * BLOCK_BYTES

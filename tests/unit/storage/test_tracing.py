@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.tracing import Activity, Span, Tracer
+from storage.base.tracing import Activity, Span, Tracer
 
 
 def test_a_span_is_told_when_it_has_ended_also_by_an_error() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.base.shard import DType, Kind
 from storage.engine import Engine
-from storage.shard import DType, Kind
-from storage.slab import Slab
+from storage.state.slab import Slab
 from tests.unit.storage.builders import MIB, Layout, Training, late_reads, opened, room_taken, updating
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.shard import DType, Kind, TierName
-from storage.transform import TILE_QUANTUM, Kernel, Tile
+from storage.base.shard import DType, Kind, TierName
+from storage.steps.transform import TILE_QUANTUM, Kernel, Tile
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, opened
 
 STEPS = 6

@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
+from storage.base.errors import ConflictError, DamagedBlockError, NotFoundError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import Kind, TierName
 from storage.engine import Engine
-from storage.errors import ConflictError, DamagedBlockError, NotFoundError
-from storage.integrity import BLOCK_BYTES
-from storage.scrub import MOST_DAMAGED_BLOCKS
-from storage.shard import Kind, TierName
-from storage.transform import Kernel, Tile
-from storage.upkeep import HeldStep, Verified
+from storage.jobs.upkeep import HeldStep, Verified
+from storage.steps.scrub import MOST_DAMAGED_BLOCKS
+from storage.steps.transform import Kernel, Tile
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 64 * MIB}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.waiting import Alarm, finish_all, unlogged, wait_out
+from storage.base.waiting import Alarm, finish_all, unlogged, wait_out
 from tests.unit.storage.builders import opened
 
 

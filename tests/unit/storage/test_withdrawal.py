@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage.errors import ConflictError, StepAbortedError
-from storage.shard import DType, Kind, TierName
-from storage.transform import Kernel, Tile
+from storage.base.errors import ConflictError, StepAbortedError
+from storage.base.shard import DType, Kind, TierName
+from storage.steps.transform import Kernel, Tile
 from tests.unit.storage.builders import (
     Layout,
     Training,

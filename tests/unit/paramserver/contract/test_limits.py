@@ -6,10 +6,10 @@ from pathlib import Path
 
 from paramserver.contract import limits
 from paramserver.contract.buffer_names import has_buffers, name_buffers
-from storage.config import EngineConfig
-from storage.gathering import GATHER_ALIGNMENT
-from storage.integrity import BLOCK_BYTES
-from storage.shard import BUFFERS_BEGIN, ELEMENT_ALIGNMENT
+from storage.base.config import EngineConfig
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.shard import BUFFERS_BEGIN, ELEMENT_ALIGNMENT
+from storage.memory.gathering import GATHER_ALIGNMENT
 
 
 def test_storage_and_contract_agree() -> None:

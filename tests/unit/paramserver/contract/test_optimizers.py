@@ -7,7 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.optimizers.registry import OPTIMIZERS
 from paramserver.vocabulary import KIND_FROM_WIRE
-from storage.shard import MAX_OPTIMIZER_STATES, OPTIMIZER_STATES
+from storage.base.shard import MAX_OPTIMIZER_STATES, OPTIMIZER_STATES
 from trainer_client.exchange.checkpoint import STATE_KINDS
 
 FIELDS = HyperParameters.DESCRIPTOR.oneofs_by_name["optimizer"].fields

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from paramserver.contract.progress_bars import byte_columns
 from paramserver.contract.sizes import Size, least_size, shown_size
-from storage import shown_sizes
+from storage.base import shown_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 

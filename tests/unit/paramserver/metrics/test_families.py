@@ -14,7 +14,7 @@ from paramserver.metrics import families
 from paramserver.metrics.durations import Durations
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.tracing import Activity, Span
+from storage.base.tracing import Activity, Span
 
 PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 

@@ -8,7 +8,7 @@ import pytest
 
 from paramserver.page.roofline import MEASURED_STEPS, describe_step, steps_per_minute
 from paramserver.page.steps import TIMED, Step
-from storage.tracing import Activity
+from storage.base.tracing import Activity
 
 MB = 1_000_000
 

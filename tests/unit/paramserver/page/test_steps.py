@@ -8,8 +8,8 @@ import pytest
 
 from paramserver.page import steps as rooms
 from paramserver.page.steps import KEPT_JOBS, KEPT_STEPS, Covered, StepLog
-from storage.shard import LAYOUT_SEPARATOR
-from storage.tracing import Activity, Span
+from storage.base.shard import LAYOUT_SEPARATOR
+from storage.base.tracing import Activity, Span
 
 
 def span(activity: Activity, began: float, ended: float, nbytes: int = 0, job: str = "job") -> Span:

@@ -19,9 +19,9 @@ from paramserver.errors import LateError, UnavailableError
 from paramserver.rpc import convert
 from paramserver.rpc.status import status_code
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage import errors
-from storage.errors import InvalidRequestError
-from storage.shard import DType, Durability, Kind, TierName
+from storage.base import errors
+from storage.base.errors import InvalidRequestError
+from storage.base.shard import DType, Durability, Kind, TierName
 
 HUGE = (1 << 64) - 1
 

@@ -14,7 +14,7 @@ import pytest
 from paramserver.contract.channel import channel_to
 from paramserver.rpc.status import answering_errors, finished
 from paramserver.security.gate import Context
-from storage.errors import NotFoundError
+from storage.base.errors import NotFoundError
 
 
 async def test_work_goes_on_when_its_client_has_gone_and_fails_in_silence(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ByteSize
 
 from paramserver.security.quotas import JobQuota, Quota, Quotas, QuotasSection
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 SECTION = QuotasSection(
     default=Quota(sessions=8, readers=3),

@@ -13,7 +13,7 @@ from paramserver.process.audit_log import AuditLog
 from paramserver.security.principals import Principal, Role
 from paramserver.services.audit import Audit
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.errors import NotFoundError
+from storage.base.errors import NotFoundError
 
 OPERATOR = Principal(name="operator", role=Role.ADMIN)
 TRAINER = Principal(name="trainer", role=Role.JOB, jobs=("a",))

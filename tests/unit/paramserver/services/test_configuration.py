@@ -13,7 +13,7 @@ from paramserver.config import DaemonConfig
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import Quotas
 from paramserver.services.configuration import Configuration
-from storage.errors import BudgetExceededError, ConflictError
+from storage.base.errors import BudgetExceededError, ConflictError
 
 
 def config(sessions: int, **keys: Any) -> DaemonConfig:

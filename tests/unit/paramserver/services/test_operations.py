@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paramserver.services.operations import MAX_DAMAGE_OF_A_MESSAGE, MAX_FQNS_OF_A_BLOCK, describe_damage
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.errors import DamagedBlockError
-from storage.integrity import BLOCK_BYTES
+from storage.base.errors import DamagedBlockError
+from storage.base.integrity import BLOCK_BYTES
 
 # The largest message that a client of gRPC receives, unless it asks for more.
 RECEIVED_BYTES = 4 << 20

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from storage import slices
-from storage.errors import NotFoundError
+from storage.base import slices
+from storage.base.errors import NotFoundError
 from tests.unit.paramserver.sessions.builders import begin, connect, join, service, serving
 from tests.unit.storage.builders import Layout
 

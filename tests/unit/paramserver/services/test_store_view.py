@@ -14,8 +14,8 @@ from paramserver.services.store_view import StoreView
 from paramserver.services.tracing import read_counters
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from storage.base.shard import Kind
 from storage.engine import Engine
-from storage.shard import Kind
 from tests.unit.paramserver.sessions.builders import sessions_of
 from tests.unit.storage.builders import MIB, Layout, Training, held, opened
 from tests.unit.storage.test_remote_tier import paired, trained

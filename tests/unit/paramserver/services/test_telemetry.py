@@ -13,7 +13,7 @@ import pytest
 from paramserver.contract.bearer import TRACEPARENT
 from paramserver.services.telemetry import Telemetry
 from paramserver.sessions.session import Session
-from storage.tracing import Activity, Span
+from storage.base.tracing import Activity, Span
 from tests.unit.paramserver.sessions.builders import begin, connect, join, serving
 from tests.unit.storage.builders import Layout
 

@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.services import tracing
 from paramserver.services.tracing import Traces
-from storage.tracing import Activity, Tracer
+from storage.base.tracing import Activity, Tracer
 
 
 def note(tracer: Tracer, job: str, count: int = 1) -> None:

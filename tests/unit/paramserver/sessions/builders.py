@@ -20,11 +20,11 @@ from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import KIND_TO_WIRE
+from storage.base.errors import StorageError
+from storage.base.shard import JobSpec, Kind
 from storage.engine import Engine
-from storage.errors import StorageError
-from storage.shard import JobSpec, Kind
-from storage.slab import NEVER
-from storage.versions import Job
+from storage.state.slab import NEVER
+from storage.state.versions import Job
 from tests.unit.storage.builders import Layout, opened
 
 SEATS = SeatLimits(total=100, reserved=1, per_identity=50, per_address=50)

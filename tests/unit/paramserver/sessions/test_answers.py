@@ -11,7 +11,7 @@ import pytest
 from paramserver.contract.repeated_calls import MOST_ANSWERED, CallMark
 from paramserver.errors import StaleCallError
 from paramserver.sessions.answers import MOST_CALLS, Answers
-from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError
+from storage.base.errors import BudgetExceededError, ConflictError, InvalidRequestError
 
 
 class Work:

@@ -11,9 +11,9 @@ import pytest
 from paramserver.events import EventLog
 from paramserver.sessions import copies
 from paramserver.sessions.runs import Runs
+from storage.base.errors import BudgetExceededError, ConflictError, NotFoundError
+from storage.base.shard import JobSpec, Kind
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError, NotFoundError
-from storage.shard import JobSpec, Kind
 from tests.unit.storage.builders import Layout, opened
 
 LAYOUT = Layout(with_skips=False)

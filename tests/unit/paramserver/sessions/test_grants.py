@@ -13,10 +13,10 @@ from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.base.shard import Kind
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError
-from storage.shard import Kind
-from storage.slab import NEVER
+from storage.state.slab import NEVER
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from tests.unit.paramserver.sessions.builders import acquire, begin, serving, stage_all

@@ -13,8 +13,8 @@ from paramserver.contract.sizes import shown_size
 from paramserver.security.quotas import Quota, Quotas, QuotasSection
 from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
-from storage.errors import BudgetExceededError
-from storage.shard import TierName
+from storage.base.errors import BudgetExceededError
+from storage.base.shard import TierName
 from storage.tiers.base import PAGE_BYTES
 from tests.unit.paramserver.sessions.builders import begin, serving, stage_all
 from tests.unit.storage.builders import Layout

@@ -16,7 +16,7 @@ import pytest
 
 from paramserver.sessions.client_process import ClientProcesses
 from paramserver.sessions.quarantine import Held, Quarantine
-from storage.host_cache import EvictionOrder
+from storage.memory.host_cache import EvictionOrder
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier

@@ -7,7 +7,7 @@ import pytest
 from paramserver.events import EventLog
 from paramserver.sessions import replicas
 from paramserver.sessions.replicas import MOST_COMMITS, MOST_HOLDERS, Replicas
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 
 class Clock:

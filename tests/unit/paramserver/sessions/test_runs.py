@@ -14,10 +14,10 @@ from paramserver.sessions import runs
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from storage.base.errors import BudgetExceededError, ConflictError, NotFoundError, StepAbortedError
+from storage.base.shard import JobSpec, Kind, TierName
 from storage.engine import Engine
-from storage.errors import BudgetExceededError, ConflictError, NotFoundError, StepAbortedError
-from storage.shard import JobSpec, Kind, TierName
-from storage.slab import NEVER
+from storage.state.slab import NEVER
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.paramserver.sessions.builders import (
     acquire,

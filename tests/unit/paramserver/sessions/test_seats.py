@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.security.principals import ANYONE, Principal, Role
 from paramserver.sessions.seats import SeatLimits, Seats, Standing, Visitor
-from storage.errors import BudgetExceededError
+from storage.base.errors import BudgetExceededError
 
 ALICE = Principal(name="alice", role=Role.JOB, jobs=("alice-*",))
 BOB = Principal(name="bob", role=Role.JOB, jobs=("bob",))

@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.sessions import session_state
 from paramserver.sessions.session_state import SessionState, SessionVerb, following
-from storage.errors import NotFoundError
+from storage.base.errors import NotFoundError
 from tests.unit.state_tables import table_in
 
 TABLE = table_in(session_state.__doc__, SessionVerb, SessionState)

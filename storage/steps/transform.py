@@ -1,0 +1,627 @@
+"""The passage of a group's slabs through a kernel, tile by tile, so that reads, work and writes overlap.
+
+This module owns the tile buffers. It must never overwrite the bytes of a committed version on NVMe, so results go to
+new extents.
+
+Optimizer updates run on this. A copy in the host tier is worked on in place. A slab without a copy passes through tile
+buffers, so that the memory needed does not depend on the size of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from storage.base.errors import BudgetExceededError, DamagedBlockError
+from storage.base.integrity import BLOCK_BYTES
+from storage.base.position_lock import PositionLock
+from storage.base.shard import MAX_OPTIMIZER_STATES, DType, Kind
+from storage.base.shown_sizes import least_size, shown_size
+from storage.base.waiting import finish_all
+from storage.memory.gradients import Gradients
+from storage.memory.host_cache import HostCache
+from storage.memory.parkable import Gradient
+from storage.state.slab import NEVER, Group, HostCopy, Slab
+from storage.tiers.arena import ArenaRange
+from storage.tiers.backing import BackingTiers
+from storage.tiers.base import round_up
+from storage.tiers.contract import Move, Region
+from storage.tiers.host import HostTier
+from storage.tiers.io_engine import Priority
+
+# Tiles are cut at whole checksum blocks of the narrowest element type, so that the bytes of each tile can be verified
+# without those of its neighbours, in every element type.
+TILE_QUANTUM = BLOCK_BYTES // 2
+MAX_TILE_ELEMENTS = 1 << 21
+# The most elements that a kernel gets at a time. The bytes of such a part of a tile are verified, updated and recorded
+# while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole tile, because
+# threads wait for the interpreter's lock at each part.
+PART_ELEMENTS = 1 << 18
+# The master weight and the optimizer states are fp32, and the parameter has 16 bits.
+BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
+# One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
+TILE_SETS = 4
+LEAST_TILE_SETS = 2
+# The tile sets take 1 / TILE_BUDGET_FRACTION of the host budget, but at least LEAST_TILE_BYTES and at most
+# MOST_TILE_BYTES.
+TILE_BUDGET_FRACTION = 8
+LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
+MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The part of a group that one call of a kernel works on, in each kind, as 1-D tensors.
+
+    Attributes:
+        start: the first element in the group.
+        numel: the number of elements, at most MAX_TILE_ELEMENTS.
+        tensors: the parameter, master weight and states of these elements.
+        gradient: the gradient of these elements, in its own dtype.
+        scratch: `numel` fp32 elements with undefined contents.
+    """
+
+    start: int
+    numel: int
+    tensors: Mapping[Kind, torch.Tensor]
+    gradient: torch.Tensor
+    scratch: torch.Tensor
+
+
+Kernel = Callable[[Tile], None]
+
+
+def tile_buffer_bytes(host_budget: int) -> int:
+    """Return the bytes of all tile buffers of an engine with that host budget."""
+    sets, elements = _cut_buffers(host_budget)
+    return sets * round_up(elements * BYTES_PER_TILE_ELEMENT)
+
+
+def _cut_buffers(host_budget: int) -> tuple[int, int]:
+    """Return the number of tile buffers of an engine with that host budget, and the elements of each."""
+    room = max(LEAST_TILE_BYTES, min(host_budget // TILE_BUDGET_FRACTION, MOST_TILE_BYTES))
+    quanta = room // BYTES_PER_TILE_ELEMENT // TILE_QUANTUM
+    sets = min(quanta, TILE_SETS)
+    return sets, quanta // sets * TILE_QUANTUM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a kernel is to do to a group.
+
+    Attributes:
+        step: the version that each slab gets.
+        reads: the kinds whose old bytes the kernel needs.
+        position: the trace position at which the group is needed next. A group with a lower one goes first, also
+            between two tiles of this one.
+    """
+
+    group: Group
+    step: int
+    reads: frozenset[Kind]
+    gradient: Gradient
+    kernel: Kernel
+    position: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Passage:
+    """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
+
+    slab: Slab
+    reads: bool
+    # The copy that the kernel works on in place, if there is one.
+    copy: HostCopy | None
+    # The region that the old bytes are read from if no copy holds them. It is held until the update ends.
+    source: Region | None
+    # The new extents that the result is written to; None for a slab without a backing tier.
+    target: Region | None
+    # The copy of the old bytes, if the kernel works on another one.
+    before: HostCopy | None = None
+    # The step of the bytes that `copy` still has if the update fails; None once a kernel may have changed them.
+    kept_step: int | None = None
+    # True while the update waits for another one, so that the copy can be evicted.
+    evictable: bool = False
+
+
+def host_budget_for(other_bytes: int) -> int:
+    """Return the smallest host budget that has room for `other_bytes` and for the tile buffers, which grow with it."""
+    share = -(-other_bytes // (TILE_BUDGET_FRACTION - 1))
+    return round_up(max(2 * LEAST_TILE_BYTES, other_bytes + max(LEAST_TILE_BYTES, min(share, MOST_TILE_BYTES))))
+
+
+class TilePool:
+    """Tile buffers of equal size in the arena, allocated at start. Each is used by one tile or read at a time."""
+
+    def __init__(self, host: HostTier) -> None:
+        """Allocate the buffers in an eighth of the host budget, but in at least LEAST_TILE_BYTES.
+
+        Raises:
+            BudgetExceededError: the budget is too small for the smallest tiles.
+        """
+        if host.budget_bytes < 2 * LEAST_TILE_BYTES:
+            raise BudgetExceededError(
+                f"host_budget {shown_size(host.budget_bytes)} is too small to run an optimizer; raise it to at least "
+                f"{least_size(2 * LEAST_TILE_BYTES)}"
+            )
+        self._host = host
+        self._sets, self.elements = _cut_buffers(host.budget_bytes)
+        self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
+        self._taking_two = asyncio.Lock()
+        for _ in range(self._sets):
+            range_ = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
+            assert range_ is not None
+            self._free.put_nowait(range_)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return tile_buffer_bytes(self._host.budget_bytes)
+
+    async def take(self) -> ArenaRange:
+        """Wait until a buffer is free, and return it. The caller passes it to `free` afterwards."""
+        return await self._free.get()
+
+    async def take_two(self) -> tuple[ArenaRange, ArenaRange]:
+        """Wait until two buffers are free, and return them. The caller passes each to `free` afterwards."""
+        # Only one task at a time takes two, so that no two of them wait for each other with one buffer each.
+        async with self._taking_two:
+            first = await self._free.get()
+            try:
+                return first, await self._free.get()
+            except BaseException:
+                self.free(first)
+                raise
+
+    def free(self, range_: ArenaRange) -> None:
+        """Release a buffer, so that another tile or read can take it."""
+        self._free.put_nowait(range_)
+
+    @asynccontextmanager
+    async def buffer(self) -> AsyncIterator[memoryview]:
+        """Yield one buffer, as plain bytes, for the length of a `with` block."""
+        range_ = await self.take()
+        try:
+            yield self._host.view(range_)
+        finally:
+            self.free(range_)
+
+
+class Transformer:
+    """Runs kernels over groups, several tiles at once. The waiting group with the lowest position goes first."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        gradients: Gradients,
+        tiles: TilePool,
+        executor: Executor,
+        threads: int,
+    ) -> None:
+        """Make a transformer whose kernels run in `executor`, which has so many `threads`."""
+        self._host = host
+        self._backing = backing
+        self._host_cache = host_cache
+        self._gradients = gradients
+        self._tiles = tiles
+        self._executor = executor
+        # Tiles whose bytes are all in host memory need no buffers. So many of them are under way at once that each
+        # thread has a next one when it has done one.
+        self._in_memory = asyncio.Semaphore(2 * threads)
+        self._position_lock = PositionLock()
+        self._scratch = _Scratch()
+
+    async def run(self, work: Work) -> None:
+        """Give every slab of the group a new version.
+
+        On an error the slabs keep their old versions, but a host copy that the kernel worked on loses its bytes, even
+        if they were nowhere else. It keeps them if the error came before the kernel was called.
+
+        Raises:
+            BudgetExceededError: there is no room for the new versions.
+            DeviceError: a read or a write failed.
+        """
+        async with AsyncExitStack() as undo:
+            # Wait before taking the position lock, because readers may use the slabs for a long time, and other groups
+            # must not wait for them.
+            for slab in work.group.slabs:
+                await self._idle(slab)
+            passages: list[_Passage] = []
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                async with self._position_lock.at(work.position) as give_way:
+                    passages = [await self._open_passage(slab, work, undo) for slab in work.group.slabs]
+                    for start in range(0, work.group.spec.numel, self._tiles.elements):
+                        await give_way(partial(self._make_evictable, passages, tasks))
+                        self._pin_again(passages)
+                        tasks.append(await self._begin_tile(work, start, passages))
+            finally:
+                await finish_all(tasks)
+            for passage in passages:
+                self._finish(passage, work.step)
+
+    async def run_aside(self, work: Work, copies: Mapping[Slab, HostCopy], is_late: Callable[[], bool]) -> bool:
+        """Write the bytes that `run` would give to each slab to another copy of it, and leave the slabs as they are.
+
+        It gives way to no group between its tiles, so that at most the tiles of one or two groups are under way when
+        the work becomes late.
+
+        Args:
+            copies: the copy to write for each slab of the group. The newest bytes of the slabs are in host memory.
+            is_late: asked when its turn has come; nothing is done if it returns True.
+
+        Returns:
+            Whether the copies were written.
+        """
+        with ExitStack() as undo:
+            passages = []
+            for slab, copy in copies.items():
+                reads = slab.key.kind in work.reads
+                before = slab.copy if reads and slab.latest is not None else None
+                if before is not None:
+                    self._host_cache.pin(before)
+                    undo.callback(self._host_cache.unpin, slab, before, before.next_use)
+                copy.next_use = work.position if slab.key.kind is Kind.PARAM else NEVER
+                passages.append(_Passage(slab=slab, reads=reads, copy=copy, source=None, target=None, before=before))
+
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                async with self._position_lock.at(work.position):
+                    if is_late():
+                        return False
+                    for start in range(0, work.group.spec.numel, self._tiles.elements):
+                        tasks.append(await self._begin_tile(work, start, passages))
+            finally:
+                await finish_all(tasks)
+        return True
+
+    async def _begin_tile(self, work: Work, start: int, passages: Sequence[_Passage]) -> asyncio.Task[None]:
+        buffers = await self._take_buffers(work.gradient, in_memory=_are_in_memory(passages))
+        return asyncio.ensure_future(self._tile(buffers, work.group, start, passages, work.kernel))
+
+    async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
+        """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
+        await self._idle(slab)
+        step, position = work.step, work.position
+        reads = slab.key.kind in work.reads
+        copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
+        passage = _Passage(slab=slab, reads=reads, copy=copy, source=None, target=None)
+        undo.callback(self._release_source, passage)
+        is_newest = copy is not None and copy.step == slab.latest
+        if copy is not None:
+            passage.kept_step = copy.step if is_newest else None
+            self._host_cache.pin_to_write(copy)
+            undo.callback(self._release_copy, passage)
+        if not is_newest:
+            self._hold_source(passage)
+        if slab.backing is not None:
+            new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
+            passage.target = await undo.enter_async_context(new)
+            undo.enter_context(slab.filling(passage.target))
+            if not slab.at_home_in_host:
+                before = None if slab.latest is None else slab.versions.get(slab.latest)
+                self._backing.begin_copy(passage.target, before, position if slab.key.kind is Kind.PARAM else NEVER)
+        return passage
+
+    async def _make_evictable(self, passages: Sequence[_Passage], tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Make the copies of a waiting group evictable, after its tiles under way are done.
+
+        Many groups may wait for one that is needed sooner, and their copies would fill the host tier. What the copies
+        hold is on NVMe, too: each tile either as it was or as it is now. Copies at home stay, and nothing waits for
+        them.
+        """
+        away = [passage for passage in passages if passage.copy is not None and not passage.copy.at_home]
+        if away and tasks:
+            await asyncio.wait(tasks)
+        for passage in away:
+            assert passage.copy is not None
+            self._host_cache.make_evictable(passage.slab, passage.copy)
+            passage.evictable = True
+
+    def _pin_again(self, passages: Sequence[_Passage]) -> None:
+        """Pin the copies again that were evictable and are still there.
+
+        The slabs whose copies were evicted pass through tile buffers from here on.
+        """
+        for passage in passages:
+            if passage.evictable:
+                passage.evictable = False
+                if passage.copy is not None and passage.slab.copy is passage.copy:
+                    self._host_cache.pin(passage.copy)
+                else:
+                    passage.copy = None
+                    self._hold_source(passage)
+
+    def _hold_source(self, passage: _Passage) -> None:
+        """Find and hold the region of the slab's old bytes, if the kernel needs them and there are any.
+
+        The region must be held because a snapshot that runs beside the update may replace a volatile region of this
+        version by a durable one, and free the volatile one.
+        """
+        slab = passage.slab
+        if passage.source is None and passage.reads and slab.latest is not None:
+            passage.source = slab.source(slab.latest)
+            self._backing.hold(passage.source)
+
+    def _release_source(self, passage: _Passage) -> None:
+        """Release the region of the slab's old bytes."""
+        if passage.source is not None:
+            self._backing.free(passage.source)
+
+    def _release_copy(self, passage: _Passage) -> None:
+        """Release the copy of an update that failed. A finished passage has no copy left to release."""
+        self._pin_again([passage])
+        if passage.copy is not None:
+            passage.copy.step = passage.kept_step
+            self._host_cache.unpin(passage.slab, passage.copy)
+
+    def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
+        """Return the slab's copy, or a new one if there is room; None if the slab must pass through tile buffers.
+
+        A new copy evicts only copies that are needed later than `next_use`, and saves the next read of the slab. If
+        readers have pinned a copy that is not at home, the update does not use it. Optimizer states have no next use,
+        because each update needs all of them once: so no state deserves the place of another one.
+        """
+        copy = slab.copy
+        if copy is None and (range_ := self._host.try_allocate(slab.nbytes, next_use)) is not None:
+            copy = slab.copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
+        elif copy is None or copy.pins or (copy.step is None and not copy.at_home):
+            return None
+        copy.next_use = next_use
+        return copy
+
+    async def _idle(self, slab: Slab) -> None:
+        """Wait until no snapshot needs the slab's bytes and, if its copy is at home, no reader has pinned the copy."""
+        while True:
+            if slab.copy_write is not None:
+                await slab.unclaimed()
+            elif slab.copy is not None and slab.copy.at_home and slab.copy.pins:
+                await slab.copy.idle.wait()
+            else:
+                return
+
+    async def _take_buffers(self, gradient: Gradient, *, in_memory: bool) -> _Buffers:
+        """Wait for the buffers of a tile, and hold the gradient where it is then.
+
+        A spilled gradient needs a buffer of its own, into which its part of the tile is read.
+
+        Args:
+            in_memory: the bytes of all slabs are in host memory, and their results stay there.
+        """
+        of_slabs: ArenaRange | None = None
+        of_gradient: ArenaRange | None = None
+        if in_memory:
+            await self._in_memory.acquire()
+            if not gradient.is_in_arena:
+                try:
+                    of_gradient = await self._tiles.take()
+                except BaseException:
+                    self._in_memory.release()
+                    raise
+        elif gradient.is_in_arena:
+            of_slabs = await self._tiles.take()
+            if not gradient.is_in_arena:
+                # It was spilled during the wait.
+                self._tiles.free(of_slabs)
+                of_slabs, of_gradient = await self._tiles.take_two()
+        else:
+            of_slabs, of_gradient = await self._tiles.take_two()
+        return _Buffers(of_slabs, of_gradient, gradient, self._gradients.begin_read(gradient))
+
+    async def _tile(
+        self, buffers: _Buffers, group: Group, start: int, passages: Sequence[_Passage], kernel: Kernel
+    ) -> None:
+        """Read, update and write one tile, and free its buffers."""
+        try:
+            numel = min(self._tiles.elements, group.spec.numel - start)
+            gradient = self._map_gradient(buffers, start, numel)
+            mapped = self._map(buffers.of_slabs, start, numel, passages)
+            parts = _Parts(start, numel, mapped, gradient, kernel, self._scratch)
+            await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
+            loop, done = asyncio.get_running_loop(), 0
+            while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
+                # The transfer may have corrupted the bytes while those on the disk are right. So the part is read once
+                # more before the tier reports it as damaged.
+                await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
+            await self._backing.write_raw(parts.writes(), Priority.UPDATE)
+        finally:
+            self._gradients.end_read(buffers.gradient, buffers.place)
+            if buffers.of_slabs is None:
+                self._in_memory.release()
+            for range_ in (buffers.of_slabs, buffers.of_gradient):
+                if range_ is not None:
+                    self._tiles.free(range_)
+
+    def _map_gradient(self, buffers: _Buffers, start: int, numel: int) -> _Mapped:
+        """Return the memory of the gradient's part of the tile, which is where the gradient is or in its own buffer."""
+        dtype, place = buffers.gradient.dtype, buffers.place
+        offset, nbytes = start * dtype.itemsize, round_up(numel * dtype.itemsize)
+        if isinstance(place, ArenaRange):
+            return _Mapped(self._host.view(place)[offset : offset + nbytes], offset, dtype)
+        assert buffers.of_gradient is not None, "a spilled gradient has a buffer of its own"
+        return _Mapped(self._host.view(buffers.of_gradient)[:nbytes], offset, dtype, source=place)
+
+    def _map(
+        self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[_Passage]
+    ) -> list[_MappedSlab]:
+        """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
+        mapped: list[_MappedSlab] = []
+        used = 0
+        for passage in passages:
+            itemsize = passage.slab.spec.dtype.itemsize
+            if passage.copy is not None:
+                base, offset = self._host.view(passage.copy.arena_range), start * itemsize
+            else:
+                assert range_ is not None, "a slab without a copy has a place in the buffer"
+                base, offset = self._host.view(range_), used
+                used += self._tiles.elements * itemsize
+            span = slice(start * itemsize, start * itemsize + round_up(numel * itemsize))
+            before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
+            view = base[offset : offset + round_up(numel * itemsize)]
+            mapped.append(_MappedSlab(passage, view, start * itemsize, before))
+        return mapped
+
+    def _finish(self, passage: _Passage, step: int) -> None:
+        """Make the result the slab's newest version."""
+        slab = passage.slab
+        slab.latest = step
+        slab.updated_at = time.monotonic()
+        if passage.target is not None:
+            slab.add_version(step, passage.target)
+        copy, passage.copy = passage.copy, None
+        if slab.copy is not copy:
+            # Readers fetched this copy while the update ran, and it holds the old version.
+            self._host_cache.free_copy(slab)
+        if copy is not None:
+            copy.step = step
+            self._host_cache.unpin(slab, copy, copy.next_use)
+
+
+def _are_in_memory(passages: Sequence[_Passage]) -> bool:
+    """Return whether all bytes are in host memory, and stay there. This does not change while a group is updated."""
+    return all(one.copy is not None and one.copy.at_home and one.target is None for one in passages)
+
+
+class _Scratch(threading.local):
+    """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(MAX_TILE_ELEMENTS, dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """The buffers of one tile.
+
+    Attributes:
+        of_slabs: has the parts of slabs that have no copy; None: all bytes are in host memory.
+        of_gradient: has the part of the gradient; None: the gradient is in the arena.
+        gradient: the gradient.
+        place: where the gradient is held for the tile.
+    """
+
+    of_slabs: ArenaRange | None
+    of_gradient: ArenaRange | None
+    gradient: Gradient
+    place: ArenaRange | Region
+
+
+class _Mapped:
+    """The bytes of one kind in one tile: `view`, whole pages of host memory, is at byte `offset` of the kind's bytes.
+
+    `source` is the region from which the bytes are read; None if they are in memory already.
+    """
+
+    def __init__(self, view: memoryview, offset: int, dtype: DType, source: Region | None = None) -> None:
+        self.source = source
+        self.tensor = torch.frombuffer(view, dtype=dtype.torch)
+        self._view = view
+        self._offset = offset
+        self._itemsize = dtype.itemsize
+
+    def move(self, region: Region, first: int, end: int | None) -> Move[Region]:
+        """Return elements `[first, end)` of the tile as a move from or to a region.
+
+        Without `end` the move goes to the end of the tile's last page.
+        """
+        start = first * self._itemsize
+        stop = None if end is None else end * self._itemsize
+        return Move(region, self._offset + start, self._view[start:stop])
+
+
+class _MappedSlab(_Mapped):
+    """The bytes of one slab in one tile."""
+
+    def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
+        super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
+        self.passage = passage
+        self.kind = passage.slab.key.kind
+        self.target = passage.target
+        # The old bytes, if they are not in `tensor`.
+        self.before = None if before is None else torch.frombuffer(before, dtype=passage.slab.spec.dtype.torch)
+        self.begins_as_zeros = passage.reads and passage.slab.latest is None
+
+
+class _Parts:
+    """The work on one tile in an optimizer thread, part by part, so that each part stays in the processor's cache.
+
+    The bytes of all kinds are verified before the kernel touches a part, so a part is either done or unchanged.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        numel: int,
+        mapped: Sequence[_MappedSlab],
+        gradient: _Mapped,
+        kernel: Kernel,
+        scratch: _Scratch,
+    ) -> None:
+        self._start = start
+        self._numel = numel
+        self._mapped = mapped
+        self._gradient = gradient
+        self._kernel = kernel
+        self._scratch = scratch
+        in_memory = gradient.source is None and all(m.source is None and m.target is None for m in mapped)
+        self._part = numel if in_memory else PART_ELEMENTS
+
+    def end_of(self, first: int) -> int:
+        """Return the end of the part that begins at element `first` of the tile."""
+        return min(first + self._part, self._numel)
+
+    def reads(self, first: int, end: int) -> list[Move[Region]]:
+        """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
+        stop = end if end < self._numel else None
+        return [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
+
+    def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
+        """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
+        stop = end if end is not None and end < self._numel else None
+        return [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
+
+    def work(self, first: int) -> int:
+        """Work on the parts from element `first` on.
+
+        Returns:
+            The first element of a part whose bytes are wrong, or the tile's number of elements if all parts are done.
+        """
+        while first < self._numel:
+            end = self.end_of(first)
+            try:
+                for region, offset, buffer in self.reads(first, end):
+                    region.verify(offset, buffer)
+            except DamagedBlockError:
+                return first
+            for m in self._mapped:
+                # The kernel changes the copy that it works on.
+                m.passage.kept_step = None
+            tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
+            for m in self._mapped:
+                if m.begins_as_zeros:
+                    tensors[m.kind].zero_()
+                elif m.before is not None:
+                    tensors[m.kind].copy_(m.before[first:end])
+            self._kernel(
+                Tile(
+                    start=self._start + first,
+                    numel=end - first,
+                    tensors=tensors,
+                    gradient=self._gradient.tensor[first:end],
+                    scratch=self._scratch.tensor[: end - first],
+                )
+            )
+            for region, offset, buffer in self.writes(first, end):
+                region.record(offset, buffer)
+            first = end
+        return self._numel
