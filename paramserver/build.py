@@ -12,8 +12,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("paramserver", "storage", "trainer_client")
-# The suffixes of files that are installed with the packages: code, and what the page is made of.
-_SUFFIXES = frozenset({".py", ".html", ".css", ".js"})
+# The suffixes of files that are installed with the packages: code, what the page is made of, and tables of config keys.
+_SUFFIXES = frozenset({".py", ".html", ".css", ".js", ".toml"})
 _DIGEST_BYTES = 6
 
 

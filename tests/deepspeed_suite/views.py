@@ -113,9 +113,10 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
 
 def _config(engine: Engine) -> SimpleNamespace:
     """Return the dtypes that the section `data_types` of the config gives; None for one that it does not give."""
-    section = engine._settings.data_types
     policy = PrecisionPolicy.of(engine._settings)
-    return SimpleNamespace(param_dtype=section.param_dtype, buffer_dtype=policy.buffer_dtype)
+    return SimpleNamespace(
+        param_dtype=engine._settings.value_at("data_types.param_dtype"), buffer_dtype=policy.buffer_dtype
+    )
 
 
 def _settings_of(engine: Any) -> TrainingConfig:

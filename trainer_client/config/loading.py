@@ -123,10 +123,11 @@ def _check_precision(config: TrainingConfig) -> None:
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
     chosen = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
-    if config.data_types.param_dtype not in (None, chosen):
+    dtype = config.value_at("data_types.param_dtype")
+    if dtype not in (None, chosen):
         raise ConfigError(
-            f"data_types.param_dtype = {config.data_types.param_dtype!r}, but bf16 and fp16 say {chosen}: enable the "
-            "one that is meant, or remove the key"
+            f"data_types.param_dtype = {dtype!r}, but bf16 and fp16 say {chosen}: enable the one that is meant, or "
+            "remove the key"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
+from trainer_client.config.deepspeed_keys import row_paths
 from trainer_client.config.keys import leaves, sections_in
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.training_config import TrainingConfig
@@ -64,7 +65,7 @@ class Entry:
 
 
 def entries(model: type[Section] = TrainingConfig) -> list[Entry]:
-    """Return all keys of the config in their order.
+    """Return all keys of the config in their order, those without meaning in the order of deepspeed_keys.toml.
 
     A key that several optimizers have in the same form is returned once.
     """
@@ -75,7 +76,7 @@ def entries(model: type[Section] = TrainingConfig) -> list[Entry]:
         known = merged.get(kind)
         merged[kind] = entry if known is None else replace(known, types=known.types + entry.types)
     places: dict[str, int] = {}
-    for path, _ in merged:
+    for path in (*row_paths(), *(path for path, _ in merged)):
         places.setdefault(path, len(places))
     return sorted(merged.values(), key=lambda entry: places[entry.path])
 

@@ -8,21 +8,21 @@ module must never read the environment on its own: functions that depend on the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt, PrivateAttr
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from trainer_client.config.batch_sizes import BatchKeys
-from trainer_client.config.communication import CommunicationKeys
-from trainer_client.config.execution import ExecutionKeys
-from trainer_client.config.monitoring import MonitoringKeys
+from trainer_client.config.deepspeed_keys import with_rows
+from trainer_client.config.dtype_names import DTypeName
+from trainer_client.config.execution import ActivationCheckpointingSection, CheckpointSection
 from trainer_client.config.paramserver import ParamserverSection
-from trainer_client.config.precision import PrecisionKeys
-from trainer_client.config.unbuilt import UnbuiltKeys
-from trainer_client.config.zero import OffloadSection, ZeroKeys
+from trainer_client.config.precision import Bf16Section, DataTypesSection, Fp16Section, TorchAutocastSection
+from trainer_client.config.zero import OffloadSection, ZeroSection
 from trainer_client.optimizers.registry import AnyOptimizerSection
 from trainer_client.schedules.registry import AnyScheduleSection
 from trainer_client.section import Agreement
@@ -30,9 +30,61 @@ from trainer_client.transport.credentials import Credentials
 
 DEFAULT_STATE_DIR = "paramserver-state"
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
-# The order of the bases is that of the keys in reverse, because pydantic lists the keys of the last base first.
-class TrainingConfig(UnbuiltKeys, ExecutionKeys, MonitoringKeys, ZeroKeys, PrecisionKeys, CommunicationKeys, BatchKeys):
+
+def _in_lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _never_if_infinite(value: Any) -> Any:
+    """Return null for an infinite number of steps, which means that nothing is printed."""
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _require_level(value: str | None) -> str | None:
+    if value is not None and value.lower() not in _LEVELS:
+        raise ValueError(f"write one of {', '.join(_LEVELS)}")
+    return value
+
+
+@with_rows()
+class DeepSpeedKeys(BatchKeys):
+    """The keys of DeepSpeed's config but `optimizer` and `scheduler`, whose sections depend on their `type`."""
+
+    gradient_clipping: NonNegativeFloat = Field(default=0.0, description="limit of the gradient's global norm; 0: none")
+    communication_data_type: DTypeName | None = Field(
+        default=None,
+        description="in which gradients are added over the ranks: `fp32`, `bf16`, `fp16`; null: the parameter's",
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_in_lower_case)] = Field(
+        default="mean", description="a step's gradient: the `mean` of those of the ranks, or their `sum`; stages 0 to 2"
+    )
+    bf16: Bf16Section = Field(default=Bf16Section(), description="training in bf16")
+    fp16: Fp16Section = Field(default=Fp16Section(), description="training in fp16")
+    torch_autocast: TorchAutocastSection = Field(
+        default=TorchAutocastSection(), description="the forward pass under `torch.autocast`"
+    )
+    data_types: DataTypesSection = Field(default=DataTypesSection(), description="types of accumulated data")
+    zero_optimization: ZeroSection = Field(default=ZeroSection(), description="ZeRO")
+    # The value may differ between ranks, because only rank 0 prints.
+    steps_per_print: Annotated[PositiveInt | None, Agreement.NONE, BeforeValidator(_never_if_infinite)] = Field(
+        default=10,
+        description="steps between log lines, which say what the [step cost](performance.md); null or infinite: none",
+    )
+    log_level: Annotated[str | None, Agreement.NONE, AfterValidator(_require_level)] = Field(
+        default=None,
+        description="level of the loggers `trainer_client` and `DeepSpeed`: debug, info, warning, error or critical; "
+        "null: as the program has set it",
+    )
+    activation_checkpointing: ActivationCheckpointingSection = Field(
+        default=ActivationCheckpointingSection(),
+        description="what becomes of the boundaries of activation checkpoints; the model makes them",
+    )
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="DeepSpeed's checkpoints")
+
+
+class TrainingConfig(DeepSpeedKeys):
     """The whole config.
 
     Attributes:

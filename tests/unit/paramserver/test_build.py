@@ -23,7 +23,10 @@ def test_a_copy_of_the_code_has_the_same_build_and_any_change_another_one(tmp_pa
     page.write_text(page.read_text() + "\n")
     changed = read_build(tmp_path)
     page.rename(page.with_name("other.js"))
-    assert len({build, changed, read_build(tmp_path)}) == 3
+    renamed = read_build(tmp_path)
+    keys = tmp_path / "trainer_client" / "config" / "deepspeed_keys.toml"
+    keys.write_text(keys.read_text() + "\n")
+    assert len({build, changed, renamed, read_build(tmp_path)}) == 4
 
 
 def test_both_commands_show_version_and_build() -> None:

@@ -35,5 +35,5 @@ def test_an_unknown_key_and_an_unknown_attribute_are_errors() -> None:
 
 @pytest.mark.parametrize(("read", "write"), [(False, False), (True, False), (False, True)])
 def test_the_offload_says_whether_it_is_pipelined(read: bool, write: bool) -> None:
-    section = OffloadOptimizerSection(pipeline_read=read, pipeline_write=write)
+    section = OffloadOptimizerSection.model_validate({"pipeline_read": read, "pipeline_write": write})
     assert section.pipeline is (read or write)
