@@ -9,11 +9,11 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
-from trainer_client.config.keys import sections_in
+from trainer_client.config.keys import section_at
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.paramserver import PlacementSection
 from trainer_client.config.top_level import meant
@@ -102,12 +102,10 @@ class _Explainer:
 
     def _keys_of(self, location: tuple[str, ...]) -> list[str]:
         """Return pydantic's location as keys, without the values of `type` that pydantic puts between them."""
-        return [
-            part for index, part in enumerate(location) if not (index == 1 and self._is_tag(location[0], location[1]))
-        ]
-
-    def _is_tag(self, key: str, part: str) -> bool:
-        return key in self._choices and part in self._choices[key].names
+        key, *inner = location
+        if inner and key in self._choices and inner[0] in self._choices[key].names:
+            del inner[0]
+        return [key, *inner]
 
     def _hint(self, location: tuple[str, ...]) -> str:
         """Return what to do about an unknown key.
@@ -133,16 +131,8 @@ class _Explainer:
 
     def _section_of(self, location: tuple[str, ...]) -> type[Section]:
         """Return the class of the section that holds the key at `location`."""
-        section = self._model
         keys = self._keys_of(location)
-        tag = location[1] if len(location) > 1 and self._is_tag(location[0], location[1]) else None
-        for depth, key in enumerate(keys[:-1]):
-            candidates = sections_in(section.model_fields[key].annotation)
-            section = next(
-                (c for c in candidates if depth == 0 and tag is not None and _has_tag(c, tag)), candidates[0]
-            )
+        tag = location[1] if len(keys) < len(location) else None
+        section = section_at(self._model, {location[0]: {"type": tag}}, tuple(keys[:-1]))
+        assert section is not None
         return section
-
-
-def _has_tag(section: type[Section], tag: str) -> bool:
-    return tag in get_args(section.model_fields["type"].annotation)
