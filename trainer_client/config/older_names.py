@@ -5,7 +5,7 @@ This module owns the list of them and the conversion of a raw config. It must ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,14 @@ class OlderName:
         section: the name of the section that has both keys; "" is the whole config.
         name: the older key.
         instead: the key of today.
-        convert: returns the value of the key of today; None: the older key has no effect with this value.
-        form: how the documentation shows the key of today.
+        switched_on: the value of the key of today, if the older key is a switch. A switch that is off has no effect.
+            None: both keys have the same values.
     """
 
     name: str
     instead: str
     section: str = ""
-    convert: Callable[[Any], Any] = lambda value: value
-    form: str = ""
+    switched_on: Any = None
 
     @property
     def path(self) -> str:
@@ -41,10 +40,6 @@ class OlderName:
     def path_instead(self) -> str:
         """The key of today in full."""
         return f"{self.section}.{self.instead}" if self.section else self.instead
-
-
-def _on_cpu(value: Any) -> dict[str, Any] | None:
-    return {"device": "cpu"} if value else None
 
 
 # DeepSpeed accepts these keys of stage 3 without their prefix, too.
@@ -59,19 +54,14 @@ _STAGE_3 = (
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
-_CPU = '{"device": "cpu"}'
+_ON_CPU = {"device": "cpu"}
 
 OLDER_NAMES = (
     OlderName(name="bfloat16", instead="bf16"),
-    OlderName(
-        name="fp32_allreduce",
-        instead="communication_data_type",
-        convert=lambda value: "fp32" if value else None,
-        form='"fp32"',
-    ),
-    OlderName(section=_ZERO, name="cpu_offload", instead="offload_optimizer", convert=_on_cpu, form=_CPU),
-    OlderName(section=_ZERO, name="cpu_offload_param", instead="offload_param", convert=_on_cpu, form=_CPU),
-    OlderName(section=_ZERO, name="cpu_offload_params", instead="offload_param", convert=_on_cpu, form=_CPU),
+    OlderName(name="fp32_allreduce", instead="communication_data_type", switched_on="fp32"),
+    OlderName(section=_ZERO, name="cpu_offload", instead="offload_optimizer", switched_on=_ON_CPU),
+    OlderName(section=_ZERO, name="cpu_offload_param", instead="offload_param", switched_on=_ON_CPU),
+    OlderName(section=_ZERO, name="cpu_offload_params", instead="offload_param", switched_on=_ON_CPU),
     OlderName(
         section=_ZERO,
         name="stage3_gather_fp16_weights_on_model_save",
@@ -95,7 +85,9 @@ def with_todays_names(raw: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(section, Mapping) or older.name not in section:
             continue
         changed = dict(section)
-        value = older.convert(changed.pop(older.name))
+        value = changed.pop(older.name)
+        if older.switched_on is not None:
+            value = older.switched_on if value else None
         if value is not None:
             if changed.get(older.instead, value) != value:
                 raise ConfigError(

@@ -201,7 +201,7 @@ def _shown(value: Any) -> str:
 def _older_names() -> Iterator[tuple[str, str]]:
     yield _code("zero_optimization: true"), _code('zero_optimization: {"stage": 1}')
     for older in OLDER_NAMES:
-        form = f": {older.form}" if older.form else ""
+        form = "" if older.switched_on is None else f": {json.dumps(older.switched_on)}"
         yield _code(older.path), _code(f"{older.path_instead}{form}")
     for record in OPTIMIZERS.values():
         for name in record.other_names:
