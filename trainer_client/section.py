@@ -39,9 +39,14 @@ def mark_of(field: FieldInfo, kind: type[MarkT]) -> MarkT | None:
     return next((mark for mark in field.metadata if isinstance(mark, kind)), None)
 
 
+def is_honoured(field: FieldInfo) -> bool:
+    """Return whether a key is neither without effect nor refused."""
+    return not any(isinstance(mark, WithoutEffect | Refused) for mark in field.metadata)
+
+
 def agreement_of(field: FieldInfo) -> Agreement:
     """Return the ranks that must have the same value for a key."""
-    if mark_of(field, WithoutEffect) or mark_of(field, Refused):
+    if not is_honoured(field):
         return Agreement.NONE
     return mark_of(field, Agreement) or Agreement.RUN
 

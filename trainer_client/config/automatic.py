@@ -15,8 +15,7 @@ import torch
 
 from trainer_client.config.keys import section_at
 from trainer_client.errors import ConfigError
-from trainer_client.section import Section, mark_of
-from trainer_client.standing import Refused, WithoutEffect
+from trainer_client.section import Section, is_honoured
 
 AUTO = "auto"
 
@@ -142,7 +141,7 @@ def _is_honoured(model: type[Section], raw: Mapping[str, Any], path: tuple[str, 
     section: type[Section] | None = model
     for index, key in enumerate(path):
         field = None if section is None else section.model_fields.get(key)
-        if field is None or mark_of(field, WithoutEffect) is not None or mark_of(field, Refused) is not None:
+        if field is None or not is_honoured(field):
             return False
         section = section_at(model, raw, path[: index + 1])
     return True

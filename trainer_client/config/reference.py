@@ -22,7 +22,7 @@ from trainer_client.config.keys import leaves, sections_in
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.optimizers.registry import OPTIMIZERS
-from trainer_client.section import Section, mark_of
+from trainer_client.section import Section, is_honoured, mark_of
 from trainer_client.standing import Refused, WithoutEffect
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -89,7 +89,7 @@ def count_keys(found: Iterable[Entry]) -> int:
 def generated_parts() -> dict[str, str]:
     """Return the generated parts of the page, by the name in their markers."""
     found = entries()
-    honoured = [entry for entry in found if not entry.without_effect and not entry.refused]
+    honoured = [entry for entry in found if is_honoured(entry.field)]
     without_effect = [entry for entry in found if entry.without_effect]
     refused = [entry for entry in found if entry.refused]
     return {
@@ -144,7 +144,7 @@ def _walk(model: type[Section], prefix: str = "", types: tuple[str, ...] = ()) -
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = sections_in(field.annotation)
-        if mark_of(field, WithoutEffect) or mark_of(field, Refused):
+        if not is_honoured(field):
             keys = tuple(leaf for section in inner for leaf, _ in leaves(section))
             yield Entry(path=path, field=field, types=types, inner=keys)
         elif len(inner) > 1:

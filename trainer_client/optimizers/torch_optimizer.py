@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
-from trainer_client.section import Section, mark_of
+from trainer_client.section import Section, is_honoured
 from trainer_client.standing import Refused, WithoutEffect
 
 ParameterGroup: TypeAlias = dict[str, Any]
@@ -65,11 +65,7 @@ class ArgumentsSection(Section):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the optimizer's class: the keys that are honoured."""
-        fields = type(self).model_fields
-        honoured = {
-            name for name, field in fields.items() if not (mark_of(field, WithoutEffect) or mark_of(field, Refused))
-        }
-        return self.model_dump(include=honoured)
+        return self.model_dump(include={name for name, field in type(self).model_fields.items() if is_honoured(field)})
 
     def group_settings(self) -> dict[str, Any]:
         """Return the settings of the optimizer's groups that its class does not take as arguments."""
