@@ -68,6 +68,7 @@ test-newest: ## Run the demo and chosen tests with the newest supported Python o
 lint: venv ## ruff (rules and format), mypy --strict, and the words of docstrings, comments and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	rm -rf build/stubs && $(BIN)/python -P trainer_client/deepspeed/names.py build/stubs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet --durations 0 --durations-min 60 tests/unit/test_prose.py
 

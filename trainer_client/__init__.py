@@ -14,12 +14,20 @@ from trainer_client.quiet_grpc import import_grpc_quietly
 check_own_packages()
 import_grpc_quietly()
 
+from trainer_client.deepspeed.finder import install_finder
+
+install_finder()
+
 from trainer_client import checkpoint, comm, compression, moe, ops, pipe, runtime, schedules, sequence, utils, zero
 from trainer_client.accelerator import get_accelerator, set_accelerator
 from trainer_client.access import StateShard
-from trainer_client.arguments import add_config_arguments
 from trainer_client.comm import init_distributed
+from trainer_client.deepspeed import checkpointing
+from trainer_client.deepspeed.config import DeepSpeedConfig
+from trainer_client.deepspeed.helpers import OnDevice, add_config_arguments
+from trainer_client.deepspeed.logging import log_dist, logger
 from trainer_client.engine import Engine
+from trainer_client.engine import Engine as DeepSpeedEngine
 from trainer_client.errors import (
     ClientStateError,
     CollectiveError,
@@ -55,6 +63,7 @@ from trainer_client.errors import (
     UnauthenticatedError,
     UnusedParameterError,
 )
+from trainer_client.errors import ConfigError as DeepSpeedConfigError
 from trainer_client.inference import InferenceEngine, init_inference
 from trainer_client.inference.faces import disk_offload, load_checkpoint_and_dispatch
 from trainer_client.initialization import initialize
@@ -71,9 +80,6 @@ from trainer_client.optimizers.lion import Lion
 from trainer_client.pipe import PipelineModule
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.data_loader import TrainingLoader
-from trainer_client.runtime.activation_checkpointing import checkpointing
-from trainer_client.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from trainer_client.runtime.engine import DeepSpeedEngine
 from trainer_client.runtime.tensor_parallel import tp_model_init
 from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store_client.client_sync import StoreClientSync
@@ -82,7 +88,6 @@ from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob
 from trainer_client.store_client.writer import StoreWriterSync
 from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.credentials import Credentials
-from trainer_client.utils import OnDevice, log_dist, logger
 
 __all__ = [
     "ClientStateError",

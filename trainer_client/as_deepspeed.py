@@ -8,8 +8,8 @@ or in a module that it imports first, they get this library:
 Without a change of the script: `python -m trainer_client.as_deepspeed script.py ARGUMENTS`, or with several ranks
 `torchrun --nproc-per-node 2 -m trainer_client.as_deepspeed script.py ARGUMENTS`.
 
-This module owns the finder of modules that does it. It must never hide that another package was meant: if DeepSpeed
-itself is imported already, the import of this module is an error.
+This module owns the name `deepspeed`, which stands for `trainer_client`. It must never hide that another package was
+meant: if DeepSpeed itself is imported already, the import of this module is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import os
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
+from trainer_client.deepspeed.finder import Alias
 from trainer_client.errors import ConfigError
 from trainer_client.interface_version import __version__
 
@@ -49,17 +49,6 @@ class _Distribution(Distribution):
         return Path(__file__).parent / path
 
 
-class _Loader(Loader):
-    """Puts a module of this library in the place of the module of DeepSpeed that is imported."""
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Have Python make an empty module, which `exec_module` replaces."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Import the module of this library, and enter it under DeepSpeed's name."""
-        sys.modules[module.__name__] = importlib.import_module(_own_name(module.__name__))
-
-
 class _Finder(DistributionFinder):
     """Finds `deepspeed` and its submodules in this library."""
 
@@ -67,12 +56,13 @@ class _Finder(DistributionFinder):
         """Return how to import a module; None if it is not one of DeepSpeed's that this library has."""
         if name != _NAME and not name.startswith(f"{_NAME}."):
             return None
+        own_name = _OWN_NAME + name.removeprefix(_NAME)
         try:
-            is_own = importlib.util.find_spec(_own_name(name)) is not None
+            is_own = importlib.util.find_spec(own_name) is not None
         except ModuleNotFoundError:
             # The module's parent is not this library's: another finder has found it.
             is_own = False
-        return ModuleSpec(name, _Loader(), is_package=True) if is_own else None
+        return ModuleSpec(name, Alias(own_name), is_package=True) if is_own else None
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Yield the distribution of `deepspeed`, if the context asks for it or for all."""
@@ -112,10 +102,6 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
-
-
-def _own_name(name: str) -> str:
-    return _OWN_NAME + name.removeprefix(_NAME)
 
 
 install()

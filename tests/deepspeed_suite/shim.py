@@ -38,6 +38,7 @@ from trainer_client import as_deepspeed, comm, initialization
 from trainer_client.accelerator import DeviceAccelerator
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.deepspeed.finder import Alias
 from trainer_client.not_built import NotBuilt
 
 _DEVICES = 4
@@ -80,7 +81,7 @@ class _AbsentFinder(MetaPathFinder):
         return ModuleSpec(name, _Absent(), is_package=True) if name.startswith("deepspeed.") else None
 
 
-class _Present(as_deepspeed._Loader):
+class _Present(Alias):
     """Puts a module of this library in the place of DeepSpeed's, and adds the names that it lacks."""
 
     def exec_module(self, module: ModuleType) -> None:
@@ -148,7 +149,7 @@ def install() -> None:
     comm.init_distributed = trainer_client.init_distributed = _init_with_name
     DeviceAccelerator.device_count = lambda self: _DEVICES  # type: ignore[method-assign]
     views.install()
-    as_deepspeed._Loader = _Present  # type: ignore[misc]
+    as_deepspeed.Alias = _Present  # type: ignore[attr-defined]
     sys.meta_path.append(_AbsentFinder())
     importlib.import_module("deepspeed")
     # DeepSpeed's tests ask here what can be compiled on this machine. Adam and NVMe files need no compiler here.

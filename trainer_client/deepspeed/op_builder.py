@@ -1,0 +1,118 @@
+"""DeepSpeed's builders of compiled operators. Scripts ask them what can be used; nothing is compiled here.
+
+This module owns the list of DeepSpeed's operators. It must never call an operator usable whose feature this library
+does not have.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NoReturn
+
+from trainer_client.not_built import refuse
+
+__all__ = [
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLionBuilder",
+    "OpBuilder",
+]
+
+_OPTIMIZER = "nothing is compiled here; make the optimizer itself, as deepspeed.ops.{}, and pass it to initialize()"
+
+
+class OpBuilder:
+    """The base of the builders.
+
+    Attributes:
+        NAME: the operator's name, by which `deepspeed.ops.__compatible_ops__` says whether it can be used.
+    """
+
+    NAME: ClassVar[str]
+    _remedy: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """The operator's name."""
+        return self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True, because what DeepSpeed needs the operator for works here on every machine."""
+        return True
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Refuse to give the compiled operator. It raises NotBuiltError."""
+        refuse(f"{type(self).__name__}.load", self._remedy)
+
+
+class AsyncIOBuilder(OpBuilder):
+    """DeepSpeed's reads and writes of files, for offload to NVMe, which the store daemon makes here."""
+
+    NAME = "async_io"
+    _remedy = (
+        "the store daemon reads and writes the files; set the device of zero_optimization.offload_param or "
+        "offload_optimizer to nvme, or keep tensors in the store with trainer_client.StoreClient"
+    )
+
+
+class CPUAdamBuilder(OpBuilder):
+    """DeepSpeed's Adam for host memory."""
+
+    NAME = "cpu_adam"
+    _remedy = _OPTIMIZER.format("adam.DeepSpeedCPUAdam")
+
+
+class CPUAdagradBuilder(OpBuilder):
+    """DeepSpeed's Adagrad for host memory."""
+
+    NAME = "cpu_adagrad"
+    _remedy = _OPTIMIZER.format("adagrad.DeepSpeedCPUAdagrad")
+
+
+class CPULionBuilder(OpBuilder):
+    """DeepSpeed's Lion for host memory."""
+
+    NAME = "cpu_lion"
+    _remedy = _OPTIMIZER.format("lion.DeepSpeedCPULion")
+
+
+class FusedAdamBuilder(OpBuilder):
+    """DeepSpeed's Adam for GPUs."""
+
+    NAME = "fused_adam"
+    _remedy = _OPTIMIZER.format("adam.FusedAdam")
+
+
+class FusedLionBuilder(OpBuilder):
+    """DeepSpeed's Lion for GPUs."""
+
+    NAME = "fused_lion"
+    _remedy = _OPTIMIZER.format("lion.FusedLion")
+
+
+# The other operators of DeepSpeed 0.19.6, whose features this library does not have.
+_NOT_BUILT = (
+    "cutlass_ops",
+    "dc",
+    "evoformer_attn",
+    "fp_quantizer",
+    "fused_lamb",
+    "gds",
+    "inference_core_ops",
+    "pin_memory",
+    "quantizer",
+    "ragged_device_ops",
+    "ragged_ops",
+    "random_ltd",
+    "sparse_attn",
+    "spatial_inference",
+    "stochastic_transformer",
+    "transformer",
+    "transformer_inference",
+    "utils",
+)
+
+# For the name of each operator of DeepSpeed whether what it is for can be used.
+__compatible_ops__ = dict.fromkeys(_NOT_BUILT, False) | {builder.NAME: True for builder in OpBuilder.__subclasses__()}
