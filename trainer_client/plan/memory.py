@@ -23,8 +23,8 @@ from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.recall_depth import MOST_LEAVING, MOST_STAYING
 
 MIB = 1 << 20
-# The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that the README states; a
-# rank's are an allowance for Python, torch and transformers.
+# The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that docs/daemon.md states;
+# a rank's are an allowance for Python, torch and transformers.
 RANK_BYTES = {"cpu": 480 * MIB, "cuda": 1536 * MIB}
 DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
 # An allowance for the memory that a rank's libraries take besides RANK_BYTES, once the modules of the model are
