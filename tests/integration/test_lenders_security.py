@@ -184,8 +184,10 @@ def show_a_servers_certificate(borrower: BorrowingDaemon, _: Path) -> None:
 
 
 def show_an_empty_key(borrower: BorrowingDaemon, _: Path) -> None:
-    """Empty the key, as a program does that is about to write it."""
-    borrower.show(token=borrower.lender.tokens["node3"], name="node3")
+    """Empty the key, as a program does that is about to write it.
+
+    The other files stay as they are, because the daemon would get a loan in a moment in which all are right.
+    """
     (borrower.files / "node-key.pem").write_bytes(b"")
 
 
