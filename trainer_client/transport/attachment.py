@@ -142,10 +142,12 @@ class Attachment(OpenSession):
         with ExitStack() as after_error:
             after_error.callback(self._channel.close)
             super().__init__(self._channel, begin, prefer_streams=prefer_streams, driver=driver)
+            # The kernel may refuse the sender's thread, and the daemon must not keep the session then.
+            after_error.callback(super().close)
+            self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
             after_error.pop_all()
         self.admin = StoreAdminStub(self._channel)
         self.deadlines = Deadlines.of(self.session.welcome)
-        self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
         streams = Streams(self._channel, self.session_id, self.session.check)
         self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
 
