@@ -1,7 +1,7 @@
 """Ranges of the arena that belong to no slab: gradients, bytes staged for a later step, and ranges of tensors.
 
-This module owns which job each range is charged to. The caller that allocates a range frees it or hands it over: these
-ranges are never evicted.
+This module owns which job each range is charged to, and the requests that wait behind all others for room. The caller
+that allocates a range frees it or hands it over: these ranges are never evicted.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class _StoredBytes:
         return cls(file=file, size_bytes=size_bytes, digest=digest)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
     """One backup of a step.
 

@@ -100,7 +100,7 @@ def _zeros(start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield at, torch.zeros(min(PART_BYTES, end - at), dtype=torch.uint8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDescription:
     """A committed step of a job, as one store has it: the shards of the ranks of the store's node.
 

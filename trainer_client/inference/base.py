@@ -46,7 +46,7 @@ class ComputingEngine(EngineGetters):
 
         Args:
             collectives: those with which the model was opened. The engine does not communicate.
-            resources: the exit stack that `close` closes.
+            resources: the exit stack that `close` closes. For example, it leaves the process group that was joined.
         """
         super().__init__()
         self.module = model
@@ -57,6 +57,7 @@ class ComputingEngine(EngineGetters):
         self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
         self._precision = PrecisionPolicy.of(settings)
         self._resources = resources
+        self.training = model.training
 
     def _cast(self, *inputs: Any) -> Any:
         """Return positional and keyword arguments with their floating-point tensors in the compute dtype."""

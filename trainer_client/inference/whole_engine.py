@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainer_client.config.batch_sizes import resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.inference.base import ComputingEngine
@@ -43,19 +43,6 @@ class WholeEngine(ComputingEngine):
     """
 
     _refusing = "an engine without an optimizer: it trains nothing and has no store"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: TrainingConfig,
-        sizes: BatchSizes,
-        collectives: Collectives,
-        local_rank: int,
-        resources: ExitStack,
-    ) -> None:
-        """Wrap a model whose weights are on its device already. `close` leaves the process group that was joined."""
-        super().__init__(model, settings, sizes, collectives, local_rank, resources)
-        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""

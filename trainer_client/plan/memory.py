@@ -264,9 +264,9 @@ def gradient_rule(
     several = layout.world.size > 1
     # In a step with one backward pass, each unit's gradients are reduced and freed before the pass goes on, with either
     # ReductionSchedule. On the CPU this saves little memory, because glibc's heap keeps what is freed. So there the
-    # plan counts the whole gradients of all units with BOUNDARY, as at stage 1. Two measured jobs of two ranks show
-    # that this is right: at stage 1 a rank took 469 MiB, of which 466 were planned, and at stage 2, where the plan
-    # takes the gradients for freed, a rank took 455 MiB, of which only 394 were planned.
+    # plan counts the whole gradients of all units with BOUNDARY, as at stage 1. Two jobs of two ranks were measured: a
+    # rank took 469 MiB at stage 1, for which the plan had 466, and 455 MiB at stage 2, for which a plan without these
+    # gradients had only 394.
     frees_in_only_pass = micro_batches == 1 and device != "cpu"
     at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several or frees_in_only_pass
     group_of: dict[str, str] = {}

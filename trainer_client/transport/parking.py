@@ -20,7 +20,7 @@ from trainer_client.transport.planes import LeasedBytes
 log = logging.getLogger(__name__)
 
 
-class Parkable(Protocol):
+class UsedGradient(Protocol):
     """A gradient that the store may keep elsewhere."""
 
     @property
@@ -36,14 +36,14 @@ class Parking:
 
     def __init__(self) -> None:
         # All gradients that were ever used.
-        self._gradients: dict[Parkable, None] = {}
+        self._gradients: dict[UsedGradient, None] = {}
         # Those that were used since they were parked last, the least recently used one first.
-        self._used: dict[Parkable, None] = {}
+        self._used: dict[UsedGradient, None] = {}
         # The groups whose gradient, when it was leased last, came with the request to park it.
         self._asked: set[str] = set()
         self._is_for_all = False
 
-    def use(self, gradient: Parkable) -> None:
+    def use(self, gradient: UsedGradient) -> None:
         """Take note that a gradient is used now, and park the one that was not used for longest if they are too many.
 
         Call this before the gradient's memory is asked for, because the store may have no room before another gradient
@@ -57,7 +57,7 @@ class Parking:
             oldest.park()
         self._used[gradient] = None
 
-    def remove(self, gradient: Parkable) -> None:
+    def remove(self, gradient: UsedGradient) -> None:
         """Take note that a gradient was parked, or is not needed any more. Idempotent."""
         self._used.pop(gradient, None)
 

@@ -21,8 +21,8 @@ from trainer_client import zero
 
 # The steps of the archive, and those after which a test ends.
 STORED_STEPS, ALL_STEPS = 4, 8
-# In the archive: the directory of the state, or a backup of its job where the present version does not read it, and
-# what plain PyTorch had after STORED_STEPS.
+# The archive has the directory of the state, or a backup of its job if the present version does not read the
+# directory. It also has the losses and weights of plain PyTorch after STORED_STEPS steps.
 STATE, BACKUP, REFERENCE = "state", "backup", "reference.pt"
 # The name that a config without one gives the job.
 JOB = "default"
