@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,11 +44,25 @@ IN_EACH_LAYOUT = pytest.mark.parametrize(
 )
 ROOM = {"host_budget_bytes": 32 * MIB, "nvme_budget_bytes": 128 * MIB}
 
+# A function that returns the context of a step of a layout, with these budgets.
+Crowded = Callable[..., AbstractAsyncContextManager[Training]]
+
 
 @pytest.fixture
-def without_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
-    """Return a function that leaves an engine no room for parked gradients, as the smallest host budget does."""
-    return lambda engine: monkeypatch.setattr(engine.gradients, "_room", lambda: 0)
+def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crowded:
+    """Return a function that begins a step at an engine without room for parked gradients.
+
+    The smallest host budget leaves an engine like that.
+    """
+
+    @asynccontextmanager
+    async def begun(layout: Layout = LAYOUT, room: Mapping[str, int] = ROOM) -> AsyncIterator[Training]:
+        async with opened(tmp_path, **room) as engine:
+            training = await Training(engine, layout).begin()
+            monkeypatch.setattr(engine.gradients, "_room", lambda: 0)
+            yield training
+
+    return begun
 
 
 def spilling(engine: Engine) -> Callable[[Gradient], Awaitable[None]]:
@@ -85,12 +99,9 @@ async def being_read(
 
 
 @IN_EACH_LAYOUT
-async def test_updates_with_spilled_gradients_have_the_bits_of_torch(
-    layout: Layout, tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, layout).begin()
-        without_room(engine)
+async def test_updates_with_spilled_gradients_have_the_bits_of_torch(layout: Layout, crowded: Crowded) -> None:
+    async with crowded(layout) as training:
+        engine = training.engine
         for step in (1, 2, 3):
             await training.hand_over(before_update=spilling(engine))
             await training.commit(step)
@@ -158,12 +169,9 @@ async def test_a_job_is_to_park_only_while_other_jobs_take_the_room(tmp_path: Pa
         assert not engine.admission.must_park(small.job) and engine.gradients._room() == alone
 
 
-async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(
-    tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(crowded: Crowded) -> None:
+    async with crowded() as training:
+        engine = training.engine
         gradient, values = await filled(training)
         for _ in range(3):
             await spilling(engine)(gradient)
@@ -176,11 +184,10 @@ async def test_a_spilled_gradient_is_recalled_changed_and_spilled_again(
 
 
 async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
-    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+    async with crowded() as training:
+        engine = training.engine
         gradient, values = await filled(training)
         freed, _ = await filled(training, "b")
         with held(monkeypatch, "write_exact") as go_on:
@@ -203,13 +210,10 @@ async def test_a_gradient_is_recalled_or_freed_while_it_is_spilled(
                 await recalling
 
 
-async def test_a_range_may_be_taken_before_its_spill_has_begun(
-    tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
+async def test_a_range_may_be_taken_before_its_spill_has_begun(crowded: Crowded) -> None:
     """A client parks and recalls a gradient, and its session ends, before the task of the spill has had a turn."""
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+    async with crowded() as training:
+        engine = training.engine
         used = engine.nvme.used_bytes
         gradient, _ = await filled(training)
         engine.gradients.park(gradient)
@@ -226,11 +230,10 @@ async def test_a_range_may_be_taken_before_its_spill_has_begun(
 
 
 async def test_a_recall_that_is_cancelled_when_the_spill_has_ended_leaves_the_gradient_spilled(
-    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+    async with crowded() as training:
+        engine = training.engine
         gradient, values = await filled(training)
         used = engine.nvme.used_bytes
         with held(monkeypatch, "write_exact") as go_on:
@@ -254,11 +257,10 @@ async def test_a_recall_that_is_cancelled_when_the_spill_has_ended_leaves_the_gr
 
 
 async def test_a_recall_waits_for_a_second_spill_that_begins_when_the_first_one_has_failed(
-    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+    async with crowded() as training:
+        engine = training.engine
         gradient, values = await filled(training)
         used, fails = engine.nvme.used_bytes, asyncio.Event()
 
@@ -284,12 +286,9 @@ async def test_a_recall_waits_for_a_second_spill_that_begins_when_the_first_one_
         engine.gradients.free(gradient)
 
 
-async def test_a_gradient_is_spilled_while_its_update_reads_it(
-    tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
-    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
-        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
-        without_room(engine)
+async def test_a_gradient_is_spilled_while_its_update_reads_it(crowded: Crowded) -> None:
+    async with crowded(replace(LAYOUT, groups=("a",)), ROOM_FOR_TILED) as training:
+        engine = training.engine
         async with being_read(training) as (gradient, go_on):
             engine.gradients.park(gradient)
             await engine.gradients.close()
@@ -305,13 +304,10 @@ async def test_a_gradient_is_spilled_while_its_update_reads_it(
 
 
 @IN_EACH_LAYOUT
-async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
-    layout: Layout, tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
+async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(layout: Layout, crowded: Crowded) -> None:
     """A withdrawal leaves the gradient as it was, so another rule may make the update anew."""
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, layout).begin()
-        without_room(engine)
+    async with crowded(layout) as training:
+        engine = training.engine
         kept: list[Gradient] = []
 
         async def keep(gradient: Gradient) -> None:
@@ -341,11 +337,10 @@ async def test_an_update_with_a_spilled_gradient_is_withdrawn_and_made_again(
 
 @pytest.mark.parametrize("is_parked_first", [True, False])
 async def test_a_gradient_whose_last_use_is_over_is_freed_and_never_written(
-    tmp_path: Path, without_room: Callable[[Engine], None], is_parked_first: bool
+    crowded: Crowded, is_parked_first: bool
 ) -> None:
-    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
-        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
-        without_room(engine)
+    async with crowded(replace(LAYOUT, groups=("a",)), ROOM_FOR_TILED) as training:
+        engine = training.engine
         async with being_read(training, is_last_use=True) as (gradient, go_on):
             if is_parked_first:
                 engine.gradients.park(gradient)
@@ -366,12 +361,11 @@ async def test_a_gradient_whose_last_use_is_over_is_freed_and_never_written(
 
 @pytest.mark.parametrize("patience", [60.0, 0.01])
 async def test_requests_wait_for_the_last_use_of_a_gradient_before_it_is_spilled(
-    tmp_path: Path, without_room: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch, patience: float
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     monkeypatch.setattr("storage.memory.gradients.PATIENCE_SECONDS", patience)
-    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
-        training = await Training(engine, replace(LAYOUT, groups=("a",))).begin()
-        without_room(engine)
+    async with crowded(replace(LAYOUT, groups=("a",)), ROOM_FOR_TILED) as training:
+        engine = training.engine
         async with being_read(training, is_last_use=True) as (gradient, go_on):
             engine.gradients.park(gradient)
             shortage = asyncio.ensure_future(engine.host.allocate(13 * MIB))
@@ -405,12 +399,9 @@ async def test_a_withdrawn_update_that_was_the_last_use_leaves_its_group_as_it_w
         await training.assert_at(2)
 
 
-async def test_a_damaged_gradient_is_named_and_never_used(
-    tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+async def test_a_damaged_gradient_is_named_and_never_used(crowded: Crowded) -> None:
+    async with crowded() as training:
+        engine = training.engine
         spill = spilling(engine)
 
         async def damage(gradient: Gradient) -> None:
@@ -520,12 +511,9 @@ async def test_gradients_placed_on_nvme_need_room_there_and_little_in_host_memor
         assert job.tally.leaving_gradients == [gradient, gradient] and job.tally.gradients == [gradient] * 4
 
 
-async def test_the_accounts_name_the_holders_of_spilled_gradients(
-    tmp_path: Path, without_room: Callable[[Engine], None]
-) -> None:
-    async with opened(tmp_path, **ROOM) as engine:
-        training = await Training(engine, LAYOUT).begin()
-        without_room(engine)
+async def test_the_accounts_name_the_holders_of_spilled_gradients(crowded: Crowded) -> None:
+    async with crowded() as training:
+        engine = training.engine
         gradient, _ = await filled(training)
         await spilling(engine)(gradient)
         region = gradient.region
