@@ -137,8 +137,11 @@ class Parkable:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the client has promised not to touch it until it recalls it."""
-        return self.state in (ParkState.KEPT, ParkState.SPILLING, ParkState.SPILLED)
+        """Whether the client may not touch it before it has recalled it.
+
+        This holds of freed bytes, too: their recall is what tells the client that they are freed.
+        """
+        return self.state not in (ParkState.IN_USE, ParkState.WANTED, ParkState.RECALLING)
 
     @property
     def is_freed(self) -> bool:

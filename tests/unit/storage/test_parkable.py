@@ -31,3 +31,14 @@ def test_every_transition_is_the_documented_one(verb: ParkVerb, state: ParkState
 def test_the_table_has_a_row_for_each_verb_and_a_way_out_of_each_state() -> None:
     assert {verb for verb, _ in TABLE} == set(ParkVerb)
     assert {state for _, state in TABLE} == set(ParkState)
+
+
+def test_a_client_may_not_touch_freed_bytes_and_their_recall_says_that_they_are_freed() -> None:
+    """A range that a tile still reads stays in the arena, so the state alone keeps the client away from it."""
+    memory = Activation(job="job", label="an activation", size_bytes=1)
+    for verb in (ParkVerb.PARK, ParkVerb.FREE):
+        memory.enter(verb)
+
+    assert memory.is_parked
+    with pytest.raises(NotFoundError, match="an update was its last use"):
+        memory.enter(ParkVerb.RECALL)
