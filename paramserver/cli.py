@@ -1,14 +1,13 @@
 """The `paramserver` command: runs a store daemon, makes certificates and tokens, and calls the verbs of its clients.
 
 The verbs that are clients of a daemon belong to the package `trainer_client`, which lies above this one. This module
-knows their names and one line of help; the module with the verb is imported when the verb is called, so that neither
-the daemon nor `--help` needs it.
+knows their names and one line of help; a verb is found and imported when it is called, so that neither the daemon nor
+`--help` needs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ import typer
 from paramserver import __version__
 from paramserver.build import read_build
 from paramserver.config import DaemonConfig, load_config
+from paramserver.contract.client_verbs import VerbError, load_verb
 from paramserver.errors import ConfigError
 from paramserver.security import cli as security_cli
 
@@ -160,7 +160,7 @@ def serve(
 
 
 def _tell_why(reason: str) -> None:
-    """Say on stderr why the daemon ends; on standard output where stderr is a file on a full disk."""
+    """Say on stderr why the command ends; on standard output where stderr is a file on a full disk."""
     try:
         typer.echo(f"paramserver: {reason}", err=True)
     except OSError:
@@ -190,13 +190,17 @@ def adopt(
     typer.echo(f"{', '.join(map(str, nvme_dir))}: now of {state_dir}")
 
 
-def _call_client_verb(module: str, arguments: list[str]) -> None:
-    """Pass the arguments to the verb of a client, which is `main` of a module in a package above this one."""
+def _call_client_verb(name: str, *arguments: object) -> None:
+    """Pass the arguments to a verb that is a client."""
     from storage.base.tune_interpreter import exempt_from_collection
 
-    verb = importlib.import_module(module)
+    try:
+        verb = load_verb(name)
+    except VerbError as error:
+        _tell_why(f"{error}")
+        raise typer.Exit(1) from None
     exempt_from_collection()
-    verb.main(arguments)
+    verb(*arguments)
 
 
 # The arguments of a client's verb are parsed by that verb, the option --help among them.
@@ -206,19 +210,19 @@ _UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_in
 @app.command(add_help_option=False, context_settings=_UNPARSED)
 def export(context: typer.Context) -> None:
     """Write a committed step of a job as safetensors, torch's DCP, or DeepSpeed's fp32 file."""
-    _call_client_verb("trainer_client.exchange.cli", context.args)
+    _call_client_verb("export", context.args)
 
 
 @app.command("import", add_help_option=False, context_settings=_UNPARSED)
 def import_checkpoint(context: typer.Context) -> None:
     """Write safetensors, a state dict, torch's DCP, or a ZeRO checkpoint of DeepSpeed into the store as a new job."""
-    _call_client_verb("trainer_client.exchange.import_cli", context.args)
+    _call_client_verb("import", context.args)
 
 
 @app.command(add_help_option=False, context_settings=_UNPARSED)
 def launch(context: typer.Context) -> None:
     """Start a training script on one or several ranks, with a store daemon if it needs one."""
-    _call_client_verb("trainer_client.launch.cli", context.args)
+    _call_client_verb("launch", context.args)
 
 
 @app.command(add_help_option=False, context_settings=_UNPARSED)
@@ -228,7 +232,7 @@ def plan(context: typer.Context) -> None:
     from paramserver.store_need import find_need
 
     # The planner is a client, and gets these functions because only the daemon's side knows what a store needs.
-    importlib.import_module("trainer_client.plan.cli").main(context.args, find_need, find_hits)
+    _call_client_verb("plan", context.args, find_need, find_hits)
 
 
 def main() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -18,6 +18,7 @@ from paramserver import __version__
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.address import ADDRESS_VARIABLE, check_daemon, is_loopback, is_socket
 from paramserver.contract.channel import TlsFiles, channel_to
+from paramserver.contract.client_verbs import VerbError, load_verb
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
 from paramserver.contract.token_files import token_in
@@ -198,6 +199,20 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         fail(f"cannot read {path}: {error.strerror}")
+
+
+def client_verb(name: str) -> Callable[..., Any]:
+    """Return the function of a verb that is a client of the data side. End the program if it is not installed."""
+    try:
+        return load_verb(name)
+    except VerbError as error:
+        end_because(error)
+
+
+def end_because(error: VerbError) -> NoReturn:
+    """End the program because a verb was not carried out."""
+    typer.echo(f"paramserver-admin: {printable(str(error))}", err=True)
+    raise typer.Exit(ExitCode.USAGE if error.is_usage else ExitCode.FAILED)
 
 
 def fail(message: str) -> NoReturn:

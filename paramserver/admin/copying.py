@@ -1,30 +1,34 @@
 """The verbs `paramserver-admin copy`, `backup` and `restore`.
 
-They read and write tensors, so they are clients of the data side. Their work is done in `trainer_client.copying`, a
-package above this one, which is imported when one of them is called.
+They read and write tensors, so they are clients of the data side. Their work is done in a package above this one,
+which is imported when one of them is called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paramserver.admin import printers
 from paramserver.admin.completion import Job
-from paramserver.admin.connection import CREDENTIALS, Address, AsJson, Credentials, fail, interruptible
+from paramserver.admin.connection import (
+    CREDENTIALS,
+    Address,
+    AsJson,
+    Credentials,
+    client_verb,
+    end_because,
+    interruptible,
+)
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.admin.nodes import only_one
+from paramserver.contract.client_verbs import VerbError
 from paramserver.contract.printable import printable
-from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.progress_bars import byte_bars
 from paramserver.contract.sizes import shown_size
 
 Step = Annotated[int | None, typer.Option(min=0, help="The step; the newest committed one by default.")]
@@ -51,17 +55,17 @@ def copy(
     """
     ours = CREDENTIALS.get()
     theirs = ours if to_token_file is None else replace(ours, token_file=to_token_file)
-    with _client(_UNFINISHED) as verbs, _progress("copy") as on_progress:
-        result = verbs.copy(
-            job,
-            only_one(origin, "copy"),
-            only_one(target, "copy"),
-            step=step,
-            kept=kept,
-            origin_credentials=_credentials(verbs, ours),
-            target_credentials=_credentials(verbs, theirs),
-            on_progress=on_progress,
-        )
+    result = _call(
+        "copy",
+        job,
+        only_one(origin, "copy"),
+        only_one(target, "copy"),
+        step=step,
+        kept=kept,
+        credentials=ours,
+        target_credentials=dataclasses.asdict(theirs),
+        after_interrupt=_UNFINISHED,
+    )
     _print(result, f"copied step {result.step} of job {job} to {target}: {_of_copy(result)}", as_json=as_json)
 
 
@@ -80,17 +84,17 @@ def backup(
 
     DEST has the former backups, complete, until the new one is.
     """
-    with _client(f"{destination} has the backups that it had before") as verbs, _progress("backup") as on_progress:
-        result = verbs.backup(
-            job,
-            only_one(address, "backup"),
-            destination,
-            step=step,
-            kept=kept,
-            keep_last=keep_last,
-            credentials=_credentials(verbs, CREDENTIALS.get()),
-            on_progress=on_progress,
-        )
+    result = _call(
+        "backup",
+        job,
+        only_one(address, "backup"),
+        destination,
+        step=step,
+        kept=kept,
+        keep_last=keep_last,
+        credentials=CREDENTIALS.get(),
+        after_interrupt=f"{destination} has the backups that it had before",
+    )
     steps = ", ".join(map(str, result.steps))
     written = (
         f"{shown_size(result.written_bytes)} of {shown_size(result.total_bytes)} written in {result.seconds:.1f} s"
@@ -113,61 +117,45 @@ def restore(
     The daemon does not have to be the one from which the backup was made. It has the whole step at the end, or nothing
     of it.
     """
-    with _client(_UNFINISHED) as verbs, _progress("restore") as on_progress:
-        result = verbs.restore(
-            job,
-            source,
-            only_one(address, "restore"),
-            step=step,
-            credentials=_credentials(verbs, CREDENTIALS.get()),
-            on_progress=on_progress,
-        )
+    result = _call(
+        "restore",
+        job,
+        source,
+        only_one(address, "restore"),
+        step=step,
+        credentials=CREDENTIALS.get(),
+        after_interrupt=_UNFINISHED,
+    )
     _print(result, f"restored step {result.step} of job {job} from {source}: {_of_copy(result)}", as_json=as_json)
 
 
-@contextlib.contextmanager
-def _client(after_interrupt: str) -> Iterator[Any]:
-    """Yield the module with these verbs, and end the program with one line and a status if it raises an error.
+def _call(name: str, *arguments: Any, credentials: Credentials, after_interrupt: str, **options: Any) -> Any:
+    """Carry a verb out under a progress bar, and return its result.
 
     Args:
+        name: the verb.
+        *arguments: what it works on.
+        credentials: those for the daemon.
         after_interrupt: the text that the message shows after Ctrl-C: what the target has then.
+        **options: the other options of the verb.
+
+    Raises:
+        typer.Exit: the verb has failed or was interrupted. This function has printed why.
     """
-    verbs = importlib.import_module("trainer_client.copying.verbs")
+    verb = client_verb(name)
     try:
-        yield verbs
+        with byte_bars() as show:
+            return verb(
+                *arguments,
+                credentials=dataclasses.asdict(credentials),
+                on_progress=lambda progress: show(name, progress.done_bytes, progress.total_bytes),
+                **options,
+            )
     except KeyboardInterrupt:
         typer.echo(f"paramserver-admin: interrupted; {printable(after_interrupt)}", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except verbs.ConfigError as error:
-        fail(str(error))
-    except verbs.TrainerClientError as error:
-        typer.echo(f"paramserver-admin: {printable(str(error))}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-
-
-def _credentials(verbs: Any, given: Credentials) -> Any:
-    return verbs.credentials(
-        token_file=given.token_file,
-        tls_ca=given.tls_ca,
-        tls_certificate=given.tls_certificate,
-        tls_key=given.tls_key,
-        insecure=given.insecure,
-    )
-
-
-@contextlib.contextmanager
-def _progress(name: str) -> Iterator[Callable[[Any], None]]:
-    """Show a bar on standard error if that is a terminal, until the context ends.
-
-    Yield the function that advances it.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), *byte_columns())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(name, total=None)
-        yield lambda report: progress.update(task, completed=report.done_bytes, total=report.total_bytes)
+    except VerbError as error:
+        end_because(error)
 
 
 def _of_copy(result: Any) -> str:

@@ -1,16 +1,14 @@
 """The verbs `paramserver-admin export` and `import`, which are those of `paramserver`.
 
-They are clients of the data side, in `trainer_client.exchange` above this package, which is imported when one of them
-is called. That package knows their options.
+They are clients of the data side, in a package above this one, which is imported when one of them is called. That
+package knows their options.
 """
 
 from __future__ import annotations
 
-import importlib
-
 import typer
 
-from paramserver.admin.connection import CREDENTIALS
+from paramserver.admin.connection import CREDENTIALS, client_verb
 
 
 def export(context: typer.Context) -> None:
@@ -18,7 +16,7 @@ def export(context: typer.Context) -> None:
 
     This is `paramserver export`, whose --help lists the options.
     """
-    _call("trainer_client.exchange.cli", context.args)
+    _call("export", context.args)
 
 
 def import_checkpoint(context: typer.Context) -> None:
@@ -26,10 +24,10 @@ def import_checkpoint(context: typer.Context) -> None:
 
     This is `paramserver import`, whose --help lists the options.
     """
-    _call("trainer_client.exchange.import_cli", context.args)
+    _call("import", context.args)
 
 
-def _call(module: str, arguments: list[str]) -> None:
+def _call(name: str, arguments: list[str]) -> None:
     """Call the verb with the credentials of the options before it, which the verb's own options override."""
     given = CREDENTIALS.get()
     files = {
@@ -40,4 +38,4 @@ def _call(module: str, arguments: list[str]) -> None:
     }
     options = [word for option, path in files.items() if path is not None for word in (option, str(path))]
     insecure = ["--insecure"] if given.insecure else []
-    importlib.import_module(module).main([*options, *insecure, *arguments], "paramserver-admin")
+    client_verb(name)([*options, *insecure, *arguments], "paramserver-admin")

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from paramserver.admin import printers
 from paramserver.admin.connection import AsJson, fail, interruptible
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.printable import printable
-from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.progress_bars import byte_bars
 from paramserver.contract.sizes import shown_size
 
 
@@ -44,16 +42,10 @@ def fsck(
     from storage.fsck import StateCheck, check_state
 
     check = StateCheck()
-    console = Console(stderr=True)
-    columns = (BarColumn(), *byte_columns(), TimeRemainingColumn())
     try:
-        with (
-            interruptible(),
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
-        ):
-            task = bar.add_task("")
+        with interruptible(), byte_bars() as show:
             for check in check_state(directory, nvme_dir or ()):
-                bar.update(task, completed=check.verified_bytes, total=check.total_bytes)
+                show("fsck", check.verified_bytes, check.total_bytes)
     except DataLossError as error:
         check.problems.append(str(error))
     except StorageError as error:

@@ -1,19 +1,56 @@
-"""The columns of progress bars that count bytes, in the units of all other texts, where rich has powers of 1000."""
+"""Progress bars that count bytes, in the units of all other texts, where rich has powers of 1000."""
 
 from __future__ import annotations
 
-from rich.progress import DownloadColumn, ProgressColumn, Task
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from paramserver.contract.sizes import shown_size
 
-
-def byte_columns() -> tuple[ProgressColumn, ProgressColumn]:
-    """Return the columns with the bytes that are done, of all, and with the bytes in a second."""
-    return DownloadColumn(binary_units=True), _RateColumn()
+ShowBytes = Callable[[str, int, int], None]
+"""Draws the bar of a name anew: the name, the bytes that are done, and all bytes."""
 
 
-class _RateColumn(ProgressColumn):
+@contextlib.contextmanager
+def byte_bars(
+    console: Console | None = None, *, is_shown: bool = True, is_transient: bool = True
+) -> Iterator[ShowBytes]:
+    """Show a bar for each name, until the context ends. A name's first call adds its bar.
+
+    Args:
+        console: the terminal; standard error by default. Nothing is shown if it is none.
+        is_shown: whether to show bars at all.
+        is_transient: whether the bars disappear when the context ends.
+    """
+    console = console or Console(stderr=True)
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), DownloadColumn(binary_units=True), RateColumn(), TimeRemainingColumn())
+    is_shown = is_shown and console.is_terminal
+    with Progress(*columns, console=console, transient=is_transient, disable=not is_shown) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done_bytes: int, total_bytes: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total_bytes)
+            bars.update(tasks[name], completed=done_bytes, total=total_bytes)
+
+        yield show
+
+
+class RateColumn(ProgressColumn):
     """The bytes in a second, once they are known."""
 
     def render(self, task: Task) -> Text:

@@ -26,7 +26,6 @@ from trainer_client.exchange.weight_files import divide
 from trainer_client.run import checkpoint_files, client_state
 from trainer_client.run.checkpoint_files import KeptAt, Manifest
 from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.transport.credentials import Credentials
 
 JOB = "job"
 STATE = {"counters": {"global_steps": 3, "train_batch_size": 2}, "pair": (1, {2: [3.5]}), "tensor": torch.arange(6)}
@@ -94,7 +93,7 @@ def _make_backup(target: Path) -> None:
             writer.put(values)
             writer.commit()
         options: dict[str, Any] = {"step": None, "kept": None, "keep_last": None}
-        backup(JOB, daemon.address, str(target), **options, credentials=Credentials(), on_progress=lambda _: None)
+        backup(JOB, daemon.address, str(target), **options, credentials={}, on_progress=lambda _: None)
 
 
 def _import(path: Path) -> None:

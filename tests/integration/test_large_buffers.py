@@ -23,7 +23,6 @@ from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.verbs import backup, copy, restore
 from trainer_client.exchange.export import export_step
 from trainer_client.model.large_buffers import LargeBuffers
-from trainer_client.transport.credentials import NO_CREDENTIALS
 
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "256MiB", "session_grace_seconds": 0.5}
 STEPS = 6
@@ -265,10 +264,10 @@ def test_copies_and_backups_have_them(model_store: str, job: str, tmp_path: Path
     with start(build(), config_of(model_store, job)) as engine:
         train(engine, engine.optimizer, range(STEPS))
     options: dict[str, Any] = {"step": None, "on_progress": lambda _: None}
-    backup(job, model_store, str(tmp_path / "backup"), kept=None, keep_last=None, credentials=NO_CREDENTIALS, **options)
+    backup(job, model_store, str(tmp_path / "backup"), kept=None, keep_last=None, credentials={}, **options)
     with serving(tmp_path, ("copied", "restored"), CONFIG) as (copied, restored):
-        restore(job, str(tmp_path / "backup"), restored.address, credentials=NO_CREDENTIALS, **options)
-        options |= {"origin_credentials": NO_CREDENTIALS, "target_credentials": NO_CREDENTIALS}
+        restore(job, str(tmp_path / "backup"), restored.address, credentials={}, **options)
+        options |= {"credentials": {}, "target_credentials": {}}
         copy(job, model_store, copied.address, kept=None, **options)
         for daemon in (copied, restored):
             with start(model := build(), config_of(daemon.address, job)) as engine:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 CLIENT_CODE = ("paramserver", "trainer_client", "benchmarks", "examples", "tests")
 # The module that makes channels, and the test that shows what gRPC does with a channel that another module makes.
 CHANNELS = (ROOT / "paramserver/contract/channel.py", ROOT / "tests/integration/test_proxies.py")
+# Also config keys ("paramserver.device") have the form of a module's name.
+MODULE_NAME = re.compile(r"(\w+\.)+\w+")
 # The modules that sync and rename files. Those of `storage` and of the rest cannot share one, because `storage` imports
 # nothing of `paramserver`, and the client nothing of `storage`.
 DURABLE = ("storage/base/syscalls.py", "paramserver/contract/durable_files.py")
@@ -123,6 +125,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def named(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings that name a module in some room of this project, which could be imported by that name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+            room = ROOT.joinpath(*node.value.split(".")[:2])
+            if room.is_dir() or room.with_suffix(".py").is_file():
+                yield node.value
+
+
 @pytest.mark.parametrize(
     ("directory", "forbidden", "allowed"),
     [
@@ -143,7 +154,7 @@ def test_a_package_imports_only_what_lies_below_it(
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path, tree in modules(directory)
-        for name in imported(tree)
+        for name in (*imported(tree), *named(tree))
         if within(name, forbidden) and not within(name, allowed)
     ]
     assert found == []

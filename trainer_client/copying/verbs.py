@@ -1,6 +1,7 @@
-"""The work of `paramserver-admin copy`, `backup` and `restore`, with a connection to each daemon that they name.
+"""The verbs `paramserver-admin copy`, `backup` and `restore`, with a connection to each daemon that they name.
 
-The tool's own package lies below this one, and imports this module when one of these verbs is called.
+The tool finds them as entry points (paramserver/contract/client_verbs.py), and parses their options. Each of them
+raises VerbError, and returns what the tool prints. Credentials come as the fields of `Credentials`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from paramserver.contract.client_verbs import VerbError
 from trainer_client.copying.backup import BackupResult, BackupStep, back_up
 from trainer_client.copying.description import Progress
 from trainer_client.copying.put_step import CopyResult, copy_step, put_step
@@ -18,20 +20,19 @@ from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.store_client.connection import Connection
 from trainer_client.transport.credentials import Credentials
 
-__all__ = ["ConfigError", "TrainerClientError", "backup", "copy", "credentials", "restore"]
-
 _OnProgress = Callable[[Progress], None]
 
 
-def credentials(
-    *, token_file: Path | None, tls_ca: Path | None, tls_certificate: Path | None, tls_key: Path | None, insecure: bool
-) -> Credentials:
-    """Return the credentials for a daemon. Raise ConfigError if only some of the TLS files are given."""
-    return Credentials(
-        token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, insecure=insecure
-    )
+@contextlib.contextmanager
+def _verb_errors() -> Iterator[None]:
+    """Raise a VerbError in place of an error of this library."""
+    try:
+        yield
+    except TrainerClientError as error:
+        raise VerbError(str(error), is_usage=isinstance(error, ConfigError)) from None
 
 
+@_verb_errors()
 def copy(
     job: str,
     origin: str,
@@ -39,15 +40,16 @@ def copy(
     *,
     step: int | None,
     kept: str | None,
-    origin_credentials: Credentials,
-    target_credentials: Credentials,
+    credentials: Mapping[str, Any],
+    target_credentials: Mapping[str, Any],
     on_progress: _OnProgress,
 ) -> CopyResult:
     """Copy a step between the daemons at two addresses; see copy_step."""
-    with _connected(origin, origin_credentials) as source, _connected(target, target_credentials) as sink:
+    with _connected(origin, credentials) as source, _connected(target, target_credentials) as sink:
         return copy_step(source, sink, job, step=step, kept=kept, on_progress=on_progress)
 
 
+@_verb_errors()
 def backup(
     job: str,
     address: str,
@@ -56,7 +58,7 @@ def backup(
     step: int | None,
     kept: str | None,
     keep_last: int | None,
-    credentials: Credentials,
+    credentials: Mapping[str, Any],
     on_progress: _OnProgress,
 ) -> BackupResult:
     """Back a step up; see back_up."""
@@ -64,8 +66,9 @@ def backup(
         return back_up(source, job, destination, step=step, kept=kept, keep_last=keep_last, on_progress=on_progress)
 
 
+@_verb_errors()
 def restore(
-    job: str, place: str, address: str, *, step: int | None, credentials: Credentials, on_progress: _OnProgress
+    job: str, place: str, address: str, *, step: int | None, credentials: Mapping[str, Any], on_progress: _OnProgress
 ) -> CopyResult:
     """Put a step of a backup into the daemon at an address; see put_step."""
     source = BackupStep(place, job, step)
@@ -74,10 +77,10 @@ def restore(
 
 
 @contextlib.contextmanager
-def _connected(address: str, credentials: Credentials) -> Iterator[Connection]:
+def _connected(address: str, credentials: Mapping[str, Any]) -> Iterator[Connection]:
     """Yield a connection to a daemon, and close it. Raise ConfigError for an address or credentials of no use."""
     client = f"paramserver-admin at {socket.gethostname()}, process {os.getpid()}"
-    connection = Connection(address, client, credentials, prefer_streams=False)
+    connection = Connection(address, client, Credentials(**credentials), prefer_streams=False)
     try:
         yield connection
     finally:

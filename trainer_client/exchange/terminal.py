@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
 from paramserver.contract.printable import printable
-from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.progress_bars import byte_bars
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import Progress
 
@@ -27,26 +24,11 @@ _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class _Bar:
-    """A progress bar that takes the reports of an export or import."""
-
-    def __init__(self, bar: ProgressBar, name: str) -> None:
-        self._bar = bar
-        self._task = bar.add_task(name, total=None)
-
-    def __call__(self, progress: Progress) -> None:
-        self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes)
-
-
 @contextmanager
-def progress_bar(name: str) -> Iterator[_Bar]:
+def progress_bar(name: str) -> Iterator[Callable[[Progress], None]]:
     """Show a progress bar with a name on the standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), *byte_columns())
-    console = Console(stderr=True)
-    with ProgressBar(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        yield _Bar(bar, name)
+    with byte_bars() as show:
+        yield lambda progress: show(name, progress.read_bytes, progress.total_bytes)
 
 
 @contextmanager

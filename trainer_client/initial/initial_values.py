@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from paramserver.contract.kinds import Kind
-from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.progress_bars import byte_bars
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay, replay_buffers
 from trainer_client.initial.loading import FileTensor, Found, Weights
@@ -121,8 +118,10 @@ class InitialValues:
 
     def stage(self, states: Sequence[GroupStates]) -> None:
         """Stage this rank's partitions as step 0, and free the model's own memory. All ranks must call this."""
-        with self._progress(sum(state.group.slot_table.numel for state in states) * torch.float32.itemsize) as progress:
-            (task,) = progress.task_ids
+        itemsize = torch.float32.itemsize
+        total_bytes = sum(state.group.slot_table.numel for state in states) * itemsize
+        done_bytes = 0
+        with byte_bars(is_shown=self._collectives.rank == 0, is_transient=False) as show:
             for state in states:
                 group = state.group
                 values = partial(self._values, group)
@@ -131,7 +130,8 @@ class InitialValues:
                 state.hand_over(values(), step=0, again=partial(self._values_again, group) if is_lasting else None)
                 state.refill()
                 group.take_over()
-                progress.advance(task, group.slot_table.numel * torch.float32.itemsize)
+                done_bytes += group.slot_table.numel * itemsize
+                show("initial weights", done_bytes, total_bytes)
 
     def _values(self, group: FlatGroup) -> Mapping[Kind, torch.Tensor]:
         return dict.fromkeys(group.weight_kinds, self.partition(group))
@@ -290,16 +290,6 @@ class InitialValues:
         if self._origins[parameter.index] is Origin.META:
             return _FromModule(self._module_init, parameter)
         return _FromRank0(parameter, self._collectives)
-
-    @contextmanager
-    def _progress(self, total_bytes: int) -> Iterator[Progress]:
-        """Show a progress bar within the context, on rank 0 and if its stderr is a terminal."""
-        console = Console(stderr=True)
-        columns = (BarColumn(), *byte_columns(), TimeRemainingColumn())
-        attended = self._collectives.rank == 0 and console.is_terminal
-        with Progress(TextColumn("initial weights"), *columns, console=console, disable=not attended) as progress:
-            progress.add_task("", total=total_bytes)
-            yield progress
 
 
 class _FromRank0:

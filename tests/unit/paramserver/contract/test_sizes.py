@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from paramserver.contract.progress_bars import byte_columns
+from paramserver.contract.progress_bars import RateColumn, byte_bars
 from paramserver.contract.sizes import Size, least_size, shown_size
 from storage.base import shown_sizes
 from trainer_client.config.loading import load_config
@@ -89,9 +89,21 @@ def test_no_text_for_people_has_raw_bytes_of_a_budget_or_units_of_1000(package: 
 
 
 def test_a_progress_bar_has_binary_units() -> None:
-    with Progress(*byte_columns(), console=Console(file=StringIO())) as bar:
-        task = bar.add_task("", total=3 << 20, completed=1 << 20)
-        size, rate = (str(column.render(bar.tasks[task])) for column in bar.columns if not isinstance(column, str))
-    assert size == "1.0/3.0 MiB" and rate == ""
-    bar.tasks[task].finished_speed = 1.5 * (1 << 20)
-    assert str(byte_columns()[1].render(bar.tasks[task])) == "1.5 MiB/s"
+    output = StringIO()
+    terminal = Console(file=output, force_terminal=True, width=100)
+    with byte_bars(terminal, is_transient=False) as show:
+        show("copy", 1 << 20, 3 << 20)
+    assert "copy" in output.getvalue() and "1.0/3.0 MiB" in output.getvalue()
+
+    bars = Progress(rate := RateColumn())
+    task = bars.add_task("", total=3 << 20)
+    assert str(rate.render(bars.tasks[task])) == ""
+    bars.tasks[task].finished_speed = 1.5 * (1 << 20)
+    assert str(rate.render(bars.tasks[task])) == "1.5 MiB/s"
+
+
+def test_no_progress_bar_is_drawn_where_no_person_reads() -> None:
+    output = StringIO()
+    with byte_bars(Console(file=output)) as show:
+        show("copy", 1, 2)
+    assert output.getvalue().strip() == ""
