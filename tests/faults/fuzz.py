@@ -47,7 +47,7 @@ CALLS_PER_ROUND = 10_000
 # The time that the daemon has, after the last client has left, to end silent sessions, their waiting calls and
 # connections that no client closed.
 QUIET_SECONDS = 45.0
-DAEMON_CONFIG = {
+DAEMON_CONFIG: dict[str, Any] = {
     "heartbeat_timeout_seconds": 2.0,
     "admission_timeout_seconds": 1.0,
     "late_copy_seconds": 0.3,
@@ -298,12 +298,18 @@ def _without_jobs(daemon: Daemon) -> Holdings:
 
 
 @contextlib.contextmanager
-def daemon_to_try(mutant: str | None = None) -> Iterator[Daemon]:
-    """Start a daemon for the campaign, with the fault `mutant` of mutants.py if it is given."""
+def daemon_to_try(mutant: str | None = None, stall_seconds: float = 0.0) -> Iterator[Daemon]:
+    """Start a daemon for the campaign, with the fault `mutant` of mutants.py if it is given.
+
+    Where its loop may stand still for `stall_seconds`, the honest job may be silent for so much longer: both run on
+    processors that other tests use.
+    """
+    silence = DAEMON_CONFIG["heartbeat_timeout_seconds"] + stall_seconds
+    config = {**DAEMON_CONFIG, "heartbeat_timeout_seconds": silence}
     program = ["-m", "paramserver"] if mutant is None else ["-m", "tests.faults.mutants", mutant]
     with (
         tempfile.TemporaryDirectory(prefix="paramserver-fuzz-") as directory,
-        Daemon(Path(directory) / "state", DAEMON_CONFIG, fresh=True, program=program) as daemon,
+        Daemon(Path(directory) / "state", config, fresh=True, program=program) as daemon,
     ):
         yield daemon
 
@@ -312,7 +318,7 @@ def run(args: argparse.Namespace, progress: Progress) -> FuzzReport:
     """Run a campaign, and return its report."""
     report = FuzzReport(seed=args.seed)
     started = time.monotonic()
-    with daemon_to_try(args.mutant) as daemon:
+    with daemon_to_try(args.mutant, args.stall) as daemon:
         before = Holdings.of(daemon)
         # The first requests load modules and open files that the daemon keeps.
         with HonestJob(daemon.address, "warm up"):
