@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_client.own_packages import check_own_packages
-from trainer_client.quiet_grpc import import_grpc_quietly
+from trainer_client.base.own_packages import check_own_packages
+from trainer_client.base.quiet_grpc import import_grpc_quietly
 
 check_own_packages()
 import_grpc_quietly()
@@ -20,14 +20,19 @@ install_finder()
 
 from trainer_client import checkpoint, comm, compression, moe, ops, pipe, runtime, schedules, sequence, utils, zero
 from trainer_client.accelerator import get_accelerator, set_accelerator
-from trainer_client.access import StateShard
+from trainer_client.client.store_client.client import StoreClient, StoreReader, StoreWriter
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.reader import StoreReaderSync
+from trainer_client.client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.client.store_client.writer import StoreWriterSync
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.comm import init_distributed
 from trainer_client.deepspeed import checkpointing
 from trainer_client.deepspeed.config import DeepSpeedConfig
 from trainer_client.deepspeed.helpers import OnDevice, add_config_arguments
 from trainer_client.deepspeed.logging import log_dist, logger
-from trainer_client.engine import Engine
-from trainer_client.engine import Engine as DeepSpeedEngine
+from trainer_client.engine.engine import Engine
+from trainer_client.engine.engine import Engine as DeepSpeedEngine
 from trainer_client.errors import (
     ClientStateError,
     CollectiveError,
@@ -75,19 +80,14 @@ from trainer_client.interface_version import (
     __version_minor__,
     __version_patch__,
 )
-from trainer_client.model.chunked_loss import chunked_cross_entropy
 from trainer_client.optimizers.lion import Lion
 from trainer_client.pipe import PipelineModule
-from trainer_client.report.step_report import StepReport
-from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.runtime.tensor_parallel import tp_model_init
-from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.reader import StoreReaderSync
-from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store_client.writer import StoreWriterSync
-from trainer_client.store_optimizer import StoreOptimizer
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.access import StateShard
+from trainer_client.training.model.chunked_loss import chunked_cross_entropy
+from trainer_client.training.report.step_report import StepReport
+from trainer_client.training.run.data_loader import TrainingLoader
+from trainer_client.training.store_optimizer import StoreOptimizer
 
 __all__ = [
     "ClientStateError",

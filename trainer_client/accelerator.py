@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trainer_client.device import CPU, backend_of, kind_in_use, visible_devices_variable
+from trainer_client.base.device import CPU, backend_of, kind_in_use, visible_devices_variable
+from trainer_client.base.own_memory import peak_resident_bytes, resident_bytes
 from trainer_client.errors import ConfigError
-from trainer_client.own_memory import peak_resident_bytes, resident_bytes
 
 __all__ = ["DeviceAccelerator", "get_accelerator", "set_accelerator"]
 

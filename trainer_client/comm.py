@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from trainer_client.device import CPU, backend_of, in_use, kind_in_use
+from trainer_client.base.device import CPU, backend_of, in_use, kind_in_use
 from trainer_client.errors import ConfigError
 
 __all__ = [

@@ -3,7 +3,7 @@
 This module owns nothing. Every message names the thing (parameter, config key, path, budget), its value, and the
 remedy, and tells what led to the error. So the code that raises one writes `from None`, and a user's traceback ends in
 one error. What led to it stays its `__context__`, and goes to the log at level debug. Errors of the store keep its gRPC
-status code; `transport/channel.py` makes them from gRPC's errors.
+status code; `client/transport/channel.py` makes them from gRPC's errors.
 """
 
 from __future__ import annotations

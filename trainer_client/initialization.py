@@ -21,54 +21,54 @@ from torch.utils.data import DataLoader, Dataset
 
 from paramserver.contract.bearer import TraceParent
 from trainer_client import comm
-from trainer_client.assembly import make_engine
+from trainer_client.base.log_context import LogContext
+from trainer_client.base.log_context import begin as begin_log_context
+from trainer_client.base.recorder import Recorder
+from trainer_client.base.section import Agreement
+from trainer_client.client.transport.attachments import Survival
+from trainer_client.client.transport.credentials import Credentials
+from trainer_client.client.transport.pinning import driver_of
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.log_lines import describe_automatic, describe_clipping, describe_without_effect
 from trainer_client.config.tiling import TilingSection
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.data_parallel import check_mpu
-from trainer_client.engine import Engine
+from trainer_client.engine.assembly import make_engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.first_import import import_at_start
 from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine, take_over
 from trainer_client.inference.whole_engine import WholeEngine, open_whole_engine
-from trainer_client.initial.deferred_init import RecipeRecorder
-from trainer_client.initial.initial_values import InitialValues
-from trainer_client.initial.loading import Weights
-from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.interface_version import log_version
-from trainer_client.log_context import LogContext
-from trainer_client.log_context import begin as begin_log_context
-from trainer_client.model.buffers import cast_buffers
-from trainer_client.model.leaves import mark_configured_leaves
-from trainer_client.model.owners import is_owned, owner_of
-from trainer_client.model.parameters import ModelParameter, list_parameters
-from trainer_client.model.registered import external_parameters
-from trainer_client.model.unit_policy import UnitPolicy, choose_policy
-from trainer_client.ranks.agreement import Declaration, require_agreement
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.recorder import Recorder
-from trainer_client.run.context import RankContext, Resources, UserObjects
-from trainer_client.run.data_loader import TrainingLoader, make_loader
-from trainer_client.run.forgotten import collect_forgotten
-from trainer_client.run.former_starts import remove_former_starts
-from trainer_client.run.job import Job
-from trainer_client.run.job_choice import choose_job, naming_its_jobs, naming_open_engines
-from trainer_client.run.job_place import JobPlace
-from trainer_client.run.node_store import find_store, join_processes
-from trainer_client.run.run_state import Scheduler
-from trainer_client.run.schedule_state import rates_of, restore_rates
 from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import ScheduleSection
-from trainer_client.section import Agreement
-from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
-from trainer_client.transport.attachments import Survival
-from trainer_client.transport.credentials import Credentials
-from trainer_client.transport.pinning import driver_of
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.training.data_parallel import check_mpu
+from trainer_client.training.initial.deferred_init import RecipeRecorder
+from trainer_client.training.initial.initial_values import InitialValues
+from trainer_client.training.initial.loading import Weights
+from trainer_client.training.initial.module_init import ParamInitFn
+from trainer_client.training.model.buffers import cast_buffers
+from trainer_client.training.model.leaves import mark_configured_leaves
+from trainer_client.training.model.owners import is_owned, owner_of
+from trainer_client.training.model.parameters import ModelParameter, list_parameters
+from trainer_client.training.model.registered import external_parameters
+from trainer_client.training.model.unit_policy import UnitPolicy, choose_policy
+from trainer_client.training.ranks.agreement import Declaration, require_agreement
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.context import RankContext, Resources, UserObjects
+from trainer_client.training.run.data_loader import TrainingLoader, make_loader
+from trainer_client.training.run.forgotten import collect_forgotten
+from trainer_client.training.run.former_starts import remove_former_starts
+from trainer_client.training.run.job import Job
+from trainer_client.training.run.job_choice import choose_job, naming_its_jobs, naming_open_engines
+from trainer_client.training.run.job_place import JobPlace
+from trainer_client.training.run.node_store import find_store, join_processes
+from trainer_client.training.run.run_state import Scheduler
+from trainer_client.training.run.schedule_state import rates_of, restore_rates
+from trainer_client.training.step.precision import PrecisionPolicy
+from trainer_client.training.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def initialize(
             optimizer.
         training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
             order that does not depend on the number of ranks, and its cursor is in every commit: see
-            run/data_loader.py.
+            training/run/data_loader.py.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one; None: the scheduler of
             the config, if it has one.
         distributed_port: the port of the rendezvous, if the environment has no MASTER_PORT.

@@ -1,7 +1,8 @@
 """DeepSpeed's `deepspeed.zero`: building a model without its memory, and using parameters that are not there.
 
 This module owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or
-is refused with the reason. The work is done in initial/deferred_init.py, initial/early_values.py and access.py.
+is refused with the reason. The work is done in training/initial/deferred_init.py, training/initial/early_values.py and
+training/access.py.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torch.nn.modules.module import (
 )
 
 from trainer_client import comm
+from trainer_client.base.not_built import NotBuilt
 from trainer_client.config.loading import load_config
-from trainer_client.data_parallel import check_group, check_mpu
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError, InPlaceChangeError
-from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay_buffers
-from trainer_client.initial.early_values import early_values
-from trainer_client.model.availability import ZeroParamStatus, part_of, show_part, show_status, stay_on_moves
-from trainer_client.model.owners import owner_of
-from trainer_client.model.registered import external_parameters, registered_for
-from trainer_client.not_built import NotBuilt
-from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.training.data_parallel import check_group, check_mpu
+from trainer_client.training.initial.deferred_init import RecipeRecorder, recipe_of, replay_buffers
+from trainer_client.training.initial.early_values import early_values
+from trainer_client.training.model.availability import ZeroParamStatus, part_of, show_part, show_status, stay_on_moves
+from trainer_client.training.model.owners import owner_of
+from trainer_client.training.model.registered import external_parameters, registered_for
+from trainer_client.training.step.precision import PrecisionPolicy
 
 __all__ = [
     "GatheredParameters",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_client.transport.channel import wait_until_serving
+from trainer_client.client.transport.channel import wait_until_serving
 
 START_SECONDS = 60.0
 

@@ -14,7 +14,7 @@ import uvloop
 
 from paramserver.contract.channel import NO_PROXY, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.transport.channel import SERVICE_NAME
+from trainer_client.client.transport.channel import SERVICE_NAME
 
 STREAMS_PER_CHANNEL = 100
 SLOW_BYTES = 64 << 10

@@ -33,7 +33,7 @@ from benchmarks.common.measure import BenchmarkError
 from paramserver.contract.channel import NO_PROXY, channel_to, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 MIB = 1 << 20
 COPIES = 16

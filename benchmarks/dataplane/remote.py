@@ -32,9 +32,9 @@ from paramserver.contract.malloc_settings import keep_chunk_buffers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from trainer_client.transport.channel import open_channel
-from trainer_client.transport.rank_store import RankStore, SlabName
-from trainer_client.transport.streams import Streams
+from trainer_client.client.transport.channel import open_channel
+from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.streams import Streams
 
 CALL_SECONDS = 120.0
 MIB = 1 << 20

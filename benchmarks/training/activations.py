@@ -44,7 +44,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import trainer_client
 from benchmarks.common import report
 from benchmarks.common.measure import BenchmarkError, Progress
-from trainer_client.recorder import Cause
+from trainer_client.base.recorder import Cause
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_DIRECTORY = ROOT / "build" / "bench"

@@ -28,7 +28,7 @@ GRADIENTS_AT_ONCE = 4
 # The most units that the only rank of a job at a store maps in place at once: the root, the unit in use, and the one
 # before or after it. Units placed in the host tier are not included. The daemon admits a job only if its host budget
 # can hold this number of the largest units. If more units are in use, the trainer copies some of them
-# (step/residency.py).
+# (trainer_client/training/step/residency.py).
 UNITS_MAPPED_AT_ONCE = 3
 
 # A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps

@@ -29,6 +29,6 @@ PING_SECONDS = 5
 ANSWER_SECONDS = 8
 
 # A rank that has answered another one nothing for the first of these times is silent. Each sends a datagram to some
-# others in every beat; see trainer_client/ranks/pulse.py.
+# others in every beat; see trainer_client/training/ranks/pulse.py.
 RANK_SECONDS: float = 20
 BEAT_SECONDS = 0.5

@@ -32,7 +32,7 @@ class RolledBack:
     """A roll-back by an operator: `step` became the newest one again. `name` is random and names this roll-back.
 
     Other stores may have newer steps, which were made before it and which the operator has given up. Clients tell them
-    from later ones by the name, see trainer_client/run/rolled_back.py.
+    from later ones by the name, see trainer_client/training/run/rolled_back.py.
     """
 
     step: int

@@ -36,10 +36,10 @@ import trainer_client
 from tests.deepspeed_suite import views
 from trainer_client import as_deepspeed, comm, initialization
 from trainer_client.accelerator import DeviceAccelerator
+from trainer_client.base.not_built import NotBuilt
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.deepspeed.finder import Alias
-from trainer_client.not_built import NotBuilt
 
 _DEVICES = 4
 

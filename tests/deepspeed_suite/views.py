@@ -22,15 +22,15 @@ from trainer_client.config.batch_sizes import BatchKeys, resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.deepspeed.config import DeepSpeedConfig
-from trainer_client.engine import Engine
-from trainer_client.model.leaves import is_leaf
-from trainer_client.model.reduction_dtypes import MARK, marked_dtype
-from trainer_client.run.checkpoint_files import MANIFEST
-from trainer_client.run.checkpoints import Checkpoints
-from trainer_client.run.state_offload import DeviceState
-from trainer_client.step.phases import Phase
-from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.store_optimizer import StoreOptimizer
+from trainer_client.engine.engine import Engine
+from trainer_client.training.model.leaves import is_leaf
+from trainer_client.training.model.reduction_dtypes import MARK, marked_dtype
+from trainer_client.training.run.checkpoint_files import MANIFEST
+from trainer_client.training.run.checkpoints import Checkpoints
+from trainer_client.training.run.state_offload import DeviceState
+from trainer_client.training.step.phases import Phase
+from trainer_client.training.step.precision import PrecisionPolicy
+from trainer_client.training.store_optimizer import StoreOptimizer
 
 _hand_over = Checkpoints.hand_over
 _load_checkpoint = Engine.load_checkpoint

@@ -31,12 +31,12 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.device import lag
-from trainer_client.step.hooks import UnitHooks
-from trainer_client.transport import attachment
-from trainer_client.transport.arena import Arena
-from trainer_client.transport.attachment import Attachment
-from trainer_client.transport.planes import ArenaPlane, LeasedBytes
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.client.transport import attachment
+from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.attachment import Attachment
+from trainer_client.client.transport.planes import ArenaPlane, LeasedBytes
+from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.training.step.hooks import UnitHooks
 
 NAN_BYTE = 0xFF
 

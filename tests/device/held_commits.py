@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from threading import Event
 from unittest import mock
 
-from trainer_client.transport.channel import Pending
-from trainer_client.transport.later_commit import LaterCommit, LaterCommits
+from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.later_commit import LaterCommit, LaterCommits
 
 # The thread fails, and so does its commit, if a test forgets it for so long.
 LONGEST_SECONDS = 60

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tests.device import lag
-from trainer_client.lanes import device_lanes
-from trainer_client.lanes.device_lanes import CopyOut, DeviceLanes, Slot
+from trainer_client.base.lanes import device_lanes
+from trainer_client.base.lanes.device_lanes import CopyOut, DeviceLanes, Slot
 
 # The device "lag": until `lag.load()`, torch has this name for it.
 DEVICE = torch.device("privateuseone", 0)

@@ -29,8 +29,8 @@ from tests.device import lag
 from tests.device.training_on_lanes import Lateness, train
 from tests.integration.support import training
 from tests.integration.support.training import Result, Run
-from trainer_client.lanes.device_lanes import DeviceLanes
-from trainer_client.step.training_step import TrainingStep
+from trainer_client.base.lanes.device_lanes import DeviceLanes
+from trainer_client.training.step.training_step import TrainingStep
 
 # The time in which a closed engine gives back what it held, on a busy machine.
 SETTLE_SECONDS = 10.0

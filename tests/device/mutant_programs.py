@@ -31,13 +31,13 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
-from trainer_client.engine import Engine
-from trainer_client.lanes.device_lanes import DeviceLanes
-from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.units import Unit
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.step import gradients
-from trainer_client.step.gradients import Gradients
+from trainer_client.base.lanes.device_lanes import DeviceLanes
+from trainer_client.engine.engine import Engine
+from trainer_client.training.model.flat_group import FlatGroup
+from trainer_client.training.model.units import Unit
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.step import gradients
+from trainer_client.training.step.gradients import Gradients
 
 # The schedules of programs. They matter for mutants that change bits, and where the host finds a copy done by chance:
 # the device sees other races without any lag.

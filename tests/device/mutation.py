@@ -20,13 +20,13 @@ import torch
 
 # The modules in which copies and what they use are ordered.
 MODULES = (
-    "trainer_client.lanes.device_lanes",
-    "trainer_client.step.gradient_memory",
-    "trainer_client.step.gradients",
-    "trainer_client.step.hooks",
-    "trainer_client.model.units",
-    "trainer_client.ranks.collectives",
-    "trainer_client.run.commits",
+    "trainer_client.base.lanes.device_lanes",
+    "trainer_client.training.step.gradient_memory",
+    "trainer_client.training.step.gradients",
+    "trainer_client.training.step.hooks",
+    "trainer_client.training.model.units",
+    "trainer_client.training.ranks.collectives",
+    "trainer_client.training.run.commits",
 )
 # Methods that wait, make something wait, or note what has to be waited for.
 WAITS = {

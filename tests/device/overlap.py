@@ -32,9 +32,9 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run
 from trainer_client import Engine
-from trainer_client.lanes import device_lanes
-from trainer_client.run.commits import Commits
-from trainer_client.step.training_step import TrainingStep
+from trainer_client.base.lanes import device_lanes
+from trainer_client.training.run.commits import Commits
+from trainer_client.training.step.training_step import TrainingStep
 
 LAYERS = 24
 STEPS = 4

@@ -30,12 +30,12 @@ from tests.integration.support.training import (
     engine_config,
     micro_batches,
 )
+from trainer_client.client.transport.device_memory import DeviceMemory
 from trainer_client.config.loading import load_config
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.plan.device_copies import plan_copies
 from trainer_client.plan.layout import World, lay_out
-from trainer_client.run.state_offload import StateOffload
-from trainer_client.transport.device_memory import DeviceMemory
+from trainer_client.training.run.state_offload import StateOffload
 
 WHOLE = 1 << 24
 LATE = ("all late", "random") if lag.IS_THOROUGH else ("all late",)

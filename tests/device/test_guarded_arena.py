@@ -14,7 +14,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.device import lag
 from tests.device.guarded_arena import GuardedPlane
-from trainer_client.transport.arena import Arena
+from trainer_client.client.transport.arena import Arena
 
 DEVICE = torch.device("lag", 0)
 NUMEL = 1024

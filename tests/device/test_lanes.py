@@ -9,7 +9,7 @@ import torch
 
 from tests.device import lag, lanes_cases
 from tests.device.lanes_cases import DEVICE, MUTANTS, mutated
-from trainer_client.lanes.device_lanes import DeviceLanes
+from trainer_client.base.lanes.device_lanes import DeviceLanes
 
 
 @pytest.mark.parametrize("schedule", lag.SCHEDULES)

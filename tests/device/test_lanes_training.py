@@ -29,16 +29,16 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Result, Run, assert_bit_equal
+from trainer_client.base.lanes.device_lanes import DeviceClock, DeviceLanes
+from trainer_client.client.transport.activation_leases import ActivationLeases
+from trainer_client.client.transport.planes import LeasedBytes
 from trainer_client.config.loading import load_config
-from trainer_client.lanes.device_lanes import DeviceClock, DeviceLanes
 from trainer_client.plan.boundaries import OffloadRule
 from trainer_client.plan.rehearsal import GradientRule, rehearse
-from trainer_client.report import reporter
-from trainer_client.report.step_report import StepReport, make_report
-from trainer_client.step import gradients
-from trainer_client.step.recall_depth import RecallDepth
-from trainer_client.transport.activation_leases import ActivationLeases
-from trainer_client.transport.planes import LeasedBytes
+from trainer_client.training.report import reporter
+from trainer_client.training.report.step_report import StepReport, make_report
+from trainer_client.training.step import gradients
+from trainer_client.training.step.recall_depth import RecallDepth
 
 LATE = [name for name in lag.SCHEDULES if name != "nothing late"]
 SOME_LATE = LATE if lag.IS_THOROUGH else ["all late"]

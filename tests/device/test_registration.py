@@ -18,9 +18,9 @@ from tests.integration.support.stopped_client import attach
 from tests.integration.support.store_client import Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client.transport.mapping import map_file
-from trainer_client.transport.pinning import DRIVERS, Driver, PinError, Pins, driver_of, slices_of
-from trainer_client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.mapping import map_file
+from trainer_client.client.transport.pinning import DRIVERS, Driver, PinError, Pins, driver_of, slices_of
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 DEVICE = torch.device("lag", 0)
 MIB = 1 << 20

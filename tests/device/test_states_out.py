@@ -21,9 +21,9 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.matrix_cells import run_of
 from tests.integration.support.model_runs import config_of, start
 from tests.integration.support.training import Result, Run, assert_bit_equal
-from trainer_client.engine import Engine
-from trainer_client.model.states import PlacedStates
-from trainer_client.transport.later_commit import LaterCommit
+from trainer_client.client.transport.later_commit import LaterCommit
+from trainer_client.engine.engine import Engine
+from trainer_client.training.model.states import PlacedStates
 
 # Copies of states are 300 ms late, so that a commit ends only when the next step needs it.
 LATE = Lateness(lane_ms={"beside": 300})

@@ -23,8 +23,8 @@ from tests.device.guarded_arena import guarded_arena
 from tests.integration.support import training
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import Result, Run
-from trainer_client.lanes.device_lanes import DeviceLanes
-from trainer_client.transport.pinning import DRIVERS, Driver, PinError
+from trainer_client.base.lanes.device_lanes import DeviceLanes
+from trainer_client.client.transport.pinning import DRIVERS, Driver, PinError
 
 # The lanes of a rank that can be late alone, and where DeviceLanes has them.
 LANES = {"in": "_in", "comm": "_comm", "out": "_out", "beside": "_beside"}

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.deepspeed_checkpoint import write_checkpoint
+from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.copying.backup import BackupStep
 from trainer_client.copying.verbs import backup
 from trainer_client.exchange.import_checkpoint import _opened
 from trainer_client.exchange.imported_job import ImportedJob
 from trainer_client.exchange.imported_state import encode_state
 from trainer_client.exchange.weight_files import divide
-from trainer_client.run import checkpoint_files, client_state
-from trainer_client.run.checkpoint_files import KeptAt, Manifest
-from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.training.run import checkpoint_files, client_state
+from trainer_client.training.run.checkpoint_files import KeptAt, Manifest
 
 JOB = "job"
 STATE = {"counters": {"global_steps": 3, "train_batch_size": 2}, "pair": (1, {2: [3.5]}), "tensor": torch.arange(6)}

@@ -12,8 +12,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.shard import Kind
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
-from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import GroupUpdate, RankStore, SlabName
+from trainer_client.client.transport.planes import LeasedBytes
+from trainer_client.client.transport.rank_store import GroupUpdate, RankStore, SlabName
 
 
 class RemoteRank:

@@ -25,8 +25,8 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Rank
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.channel import open_channel, wait_until_serving
 from trainer_client.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.transport.channel import open_channel, wait_until_serving
 
 HEARTBEAT_TIMEOUT_SECONDS = 8.0
 GRACE_SECONDS = 2.0

@@ -15,7 +15,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.gpu.registered import cuda_driver
 from tests.integration.support.stopped_client import attach
 from tests.unit.storage.builders import Layout
-from trainer_client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 MARK = 0xAB
 COPIES = 64

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from storage.tiers.arena import PIECE_BYTES
-from trainer_client.transport.mapping import map_file
-from trainer_client.transport.pinning import Driver, Pins, driver_of
+from trainer_client.client.transport.mapping import map_file
+from trainer_client.client.transport.pinning import Driver, Pins, driver_of
 
 
 def cuda_driver() -> Driver:

@@ -17,8 +17,8 @@ import torch
 
 from storage.base.syscalls import collapse_pages
 from tests.gpu.registered import cuda_driver, registered
-from trainer_client.transport.mapping import map_file
-from trainer_client.transport.pinning import PinError, Pins
+from trainer_client.client.transport.mapping import map_file
+from trainer_client.client.transport.pinning import PinError, Pins
 
 pytestmark = [
     pytest.mark.gpu,

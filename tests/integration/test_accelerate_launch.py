@@ -92,7 +92,7 @@ def test_the_command_and_its_ranks_take_this_library_for_deepspeed(tmp_path: Pat
 
     assert [status for _, status in ended] == [0, 0], "\n".join(output[-3000:] for output, _ in ended)
     found = [json.loads((tmp_path / library / "losses.json").read_text()) for library in ways]
-    assert [module for module, _ in found] == ["trainer_client.engine", "trainer_client.engine"]
+    assert [module for module, _ in found] == ["trainer_client.engine.engine", "trainer_client.engine.engine"]
     assert len(found[0][1]) == 4
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
 

@@ -212,7 +212,7 @@ def test_what_the_store_has_no_room_for_stays_and_is_logged_once(
     on_device: OnDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     budgets = {"host_budget": SMALL, "nvme_budget": "4MiB"}
-    caplog.set_level(logging.WARNING, "trainer_client.step.activations")
+    caplog.set_level(logging.WARNING, "trainer_client.training.step.activations")
     with Daemon(tmp_path / "full", budgets) as daemon:
         assert_same(trained(2, config(daemon, "full"), reentrant=False), on_device(False, 1))
         assert len([r for r in caplog.records if "stay on the device" in r.message]) == 1

@@ -32,7 +32,7 @@ with socket.socket(socket.AF_UNIX) as arena_socket:
 PLANE = """
 import sys
 from contextlib import closing
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.client.transport.rank_store import RankStore
 with closing(RankStore(sys.argv[1], "in another container")) as store:
     print(store.plane.name)
 """

@@ -31,7 +31,7 @@ from tests.integration.support.boundary_training import (
 )
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.parking import assert_nothing_left, small_and_plenty
-from trainer_client.step.segments import Segment, Segments
+from trainer_client.training.step.segments import Segment, Segments
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_a_run_whose_boundaries_find_no_room_computes_them_again(
     with Daemon(tmp_path / "full", {"host_budget": SMALL, "nvme_budget": "4MiB"}) as daemon:
         training = Training(config(daemon, "full"), reentrant=False)
         again = []
-        with caplog.at_level(logging.INFO, "trainer_client.step.recompute_choice"), training.engine:
+        with caplog.at_level(logging.INFO, "trainer_client.training.step.recompute_choice"), training.engine:
             for step in range(13):
                 training.step(step)
                 report = training.engine.step_report()

@@ -28,8 +28,8 @@ from trainer_client.errors import (
 )
 from trainer_client.exchange.export import Format, export_step
 from trainer_client.exchange.import_checkpoint import import_checkpoint
-from trainer_client.model.plain_state import MAX_BUFFER_BYTES
-from trainer_client.run.checkpoint_files import MANIFEST
+from trainer_client.training.model.plain_state import MAX_BUFFER_BYTES
+from trainer_client.training.run.checkpoint_files import MANIFEST
 from trainer_client.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 

@@ -28,12 +28,12 @@ from tests.integration.support.waiting import wait_until
 from tests.special_files import replace_with
 from tests.unit.storage.builders import Layout
 from trainer_client import StoreClientSync
+from trainer_client.client.store_client.connection import Connection
+from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.description import Progress
 from trainer_client.copying.put_step import CopyResult, PutRun, copy_step
 from trainer_client.errors import CopyError, StoreBudgetError, StoreUnavailableError
-from trainer_client.store_client.connection import Connection
-from trainer_client.transport.credentials import NO_CREDENTIALS
 
 CONFIG = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
 # Sixteen shards of 256 KiB, and small tensors that share a group, with elements between them that no tensor has.

@@ -31,7 +31,7 @@ from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.config.loading import load_config
 from trainer_client.errors import LocalDaemonError
-from trainer_client.run.local_daemon import LocalDaemon
+from trainer_client.training.run.local_daemon import LocalDaemon
 
 
 def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committed_one(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_daemon_that_a_job_starts_listens_where_the_job_looks_for_it(
 ) -> None:
     monkeypatch.setenv("PARAMSERVER_SERVE_SOCKET", str(tmp_path / "elsewhere.sock"))
     # Without this, a failure would take two minutes.
-    monkeypatch.setattr("trainer_client.run.local_daemon._START_SECONDS", 30.0)
+    monkeypatch.setattr("trainer_client.training.run.local_daemon._START_SECONDS", 30.0)
     section = {"state_dir": str(tmp_path / "state"), "host_budget": "32MiB", "reattach_timeout_seconds": 0}
     daemon = LocalDaemon.of(load_config({"paramserver": section}, {}))
     daemon.stop()
@@ -114,7 +114,7 @@ def test_a_forked_child_does_not_keep_the_daemon_of_a_job_from_stopping(
 ) -> None:
     """Workers of a data loader are forked after the daemon was started, and may live on when the engine is closed."""
     # Without this, a failure would take a minute.
-    monkeypatch.setattr("trainer_client.run.local_daemon._STOP_SECONDS", 10.0)
+    monkeypatch.setattr("trainer_client.training.run.local_daemon._STOP_SECONDS", 10.0)
     daemon = LocalDaemon(tmp_path, ["--state-dir", str(tmp_path), "--host-budget", "32MiB"], restarts=False)
     worker = multiprocessing.get_context("fork").Process(target=signal.pause)
     worker.start()

@@ -26,11 +26,11 @@ from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
 from tests.integration.support.store_client import Clients, Rank, group_to_wire, job_fields, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.store_client.connection import Call
+from trainer_client.client.transport import deadlines
+from trainer_client.client.transport.channel import translate
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import StoreBudgetError, StoreUnavailableError
-from trainer_client.store_client.connection import Call
-from trainer_client.transport import deadlines
-from trainer_client.transport.channel import translate
-from trainer_client.transport.rank_store import RankStore
 
 CODE = grpc.StatusCode
 ADMISSION_SECONDS = 6.0

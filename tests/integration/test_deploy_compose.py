@@ -15,7 +15,7 @@ import pytest
 from tests.integration.support.forked import ROOT, Forked
 from tests.integration.support.ranks import free_port
 from tests.unit.deploy.test_container import COMPOSE, services, variables
-from trainer_client.transport.channel import wait_until_serving
+from trainer_client.client.transport.channel import wait_until_serving
 
 NODES = (0, 1)
 SECONDS = 240.0

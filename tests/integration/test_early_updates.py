@@ -14,7 +14,7 @@ from torch import nn
 from tests.integration.support.model_runs import LEARNING_RATE, build, config_of, optimizer_of, start
 from tests.integration.support.training import micro_batches
 from trainer_client import ConfigError, Engine, PhaseError
-from trainer_client.access import ParameterKey
+from trainer_client.training.access import ParameterKey
 
 BATCHES = list(micro_batches(6))
 PLACEMENTS = {

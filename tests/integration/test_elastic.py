@@ -32,9 +32,9 @@ from tests.integration.support.equality import assert_equal
 from tests.integration.support.training import build_model, make_optimizer
 from tests.integration.support.waiting import wait_until
 from trainer_client import JobConflictError, StoreClientSync, StoredJob
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 from trainer_client.config.batch_sizes import BatchSizes
-from trainer_client.run.data_loader import GlobalOrder
-from trainer_client.transport.rank_store import RankStore, SlabName
+from trainer_client.training.run.data_loader import GlobalOrder
 
 # Each part of a run has a number of ranks, and the global step to which they train. An epoch has five steps.
 PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))

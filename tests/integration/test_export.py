@@ -45,6 +45,7 @@ from tests.integration.support.training import Run, build_model, micro_batches
 from tests.integration.support.waiting import wait_until
 from tests.integration.support.zoo import ZOO
 from tests.unit.storage.builders import Layout, reference_of
+from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.errors import StoreNotFoundError
 from trainer_client.exchange import cli
 from trainer_client.exchange.destination import CHECKSUMS
@@ -58,8 +59,7 @@ from trainer_client.exchange.export import (
     export_step,
 )
 from trainer_client.exchange.import_checkpoint import import_checkpoint
-from trainer_client.run import client_state
-from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.training.run import client_state
 
 JOB, OTHER_JOB = "gpt2", "normalised"
 STEPS = 2

@@ -18,7 +18,7 @@ from tests.integration.support.failing import Failing, failing_tower, inputs
 from tests.integration.support.waiting import wait_until
 from trainer_client import Engine, StoreClientSync
 from trainer_client.errors import PhaseError
-from trainer_client.step.phases import Phase
+from trainer_client.training.step.phases import Phase
 
 STEPS = 3
 # Each way differs in how units are gathered and in where the states are stored, because each of them has its own code

@@ -74,7 +74,7 @@ def test_the_wait_for_a_daemon_that_does_not_answer_is_told_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"unix:{tmp_path}/none.sock"
-    monkeypatch.setattr("trainer_client.run.node_store._SERVING_SECONDS", 0.0)
+    monkeypatch.setattr("trainer_client.training.run.node_store._SERVING_SECONDS", 0.0)
     with pytest.raises(trainer_client.StoreUnavailableError):
         open_job({"address": address})
     with pytest.raises(trainer_client.StoreUnavailableError):

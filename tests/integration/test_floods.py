@@ -28,7 +28,7 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client.transport.credentials import Credentials
+from trainer_client.client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 # The limit of open files is so low that one flood would take all of them.

@@ -38,8 +38,8 @@ from tests.integration.support.training import launch as launch_runs
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client import StoreClientSync
-from trainer_client.step.gradient_memory import LeasedMemory
-from trainer_client.transport.pending_calls import RepeatedCall
+from trainer_client.client.transport.pending_calls import RepeatedCall
+from trainer_client.training.step.gradient_memory import LeasedMemory
 
 LAYERS = 12
 # The optimizer's smallest buffers are 1.75 MiB. Four layers' gradients and three layers take 1.4 MB, and all gradients

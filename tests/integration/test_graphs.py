@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import trainer_client
 from tests.integration.support.three_blocks import RATE, STAGES, WIDTH, ThreeBlocks, inputs, start
 from trainer_client.errors import PhaseError
-from trainer_client.model.released import ReleasedParameter
+from trainer_client.training.model.released import ReleasedParameter
 
 
 class Net(ThreeBlocks):

@@ -28,12 +28,12 @@ from tests.integration.support.imported_run import BATCH, global_batch
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import Run, build_model
 from tests.integration.support.waiting import wait_until
+from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.errors import ImportCheckpointError, JobConflictError
 from trainer_client.exchange import import_cli
 from trainer_client.exchange.export import Progress, WeightDType, export_step
 from trainer_client.exchange.import_checkpoint import import_checkpoint
 from trainer_client.schedules import WarmupLR
-from trainer_client.store_client.client_sync import StoreClientSync
 
 SCHEDULE: dict[str, Any] = {
     "warmup_min_lr": 1e-3,

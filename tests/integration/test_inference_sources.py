@@ -15,9 +15,9 @@ import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.waiting import wait_until
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.types import TensorSpec
 from trainer_client.errors import ConfigError
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.types import TensorSpec
 
 INPUTS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 # A commit has at most 256 KiB of buffers.
@@ -294,7 +294,7 @@ def test_buffers_that_a_commit_does_not_have_are_named(
     sizes = {"changed": 3, "large": LARGE}
     with monkeypatch.context() as patch:
         # A release before this one has committed small buffers only.
-        patch.setattr("trainer_client.run.job.can_store", lambda _: False)
+        patch.setattr("trainer_client.training.run.job.can_store", lambda _: False)
         trainer_client.initialize(model=with_buffers(sizes), config=config)[0].close()
     with opened(with_buffers(sizes | {"changed": 4}), config_for(model_store, job)):
         assert "the stored buffer '1.changed' of shape [3] is not in this model" in caplog.text

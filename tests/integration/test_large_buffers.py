@@ -22,7 +22,7 @@ from trainer_client import StoreClientSync
 from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.verbs import backup, copy, restore
 from trainer_client.exchange.export import export_step
-from trainer_client.model.large_buffers import LargeBuffers
+from trainer_client.training.model.large_buffers import LargeBuffers
 
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "256MiB", "session_grace_seconds": 0.5}
 STEPS = 6
@@ -180,7 +180,7 @@ def test_a_job_of_before_and_one_with_other_buffers_go_on(
     """A release before this one has stored no large buffers; then the model gets larger ones, and then small ones."""
     config = config_of(model_store, job)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_client.run.job.can_store", lambda _: False)
+        patch.setattr("trainer_client.training.run.job.can_store", lambda _: False)
         with start(build(), config) as engine:
             train(engine, engine.optimizer, range(2))
     with caplog.at_level(logging.WARNING), start(build(), config) as engine:

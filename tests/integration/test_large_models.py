@@ -17,7 +17,7 @@ from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import VOCABULARY, micro_batches
 from trainer_client import zero
-from trainer_client.initial.deferred_init import replay
+from trainer_client.training.initial.deferred_init import replay
 
 
 def build() -> LlamaForCausalLM:

@@ -25,8 +25,8 @@ from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import SessionEndedError
-from trainer_client.transport.rank_store import RankStore
 
 # The quarantine looks more often than this.
 A_WHILE_SECONDS = 0.5

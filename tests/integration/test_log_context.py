@@ -16,7 +16,7 @@ from tests.integration.support.store_client import Clients
 from tests.integration.support.training import Run, store_config, train_through_store
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client import log_context
+from trainer_client.base import log_context
 
 
 def lines_of(daemon: Daemon) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_a_trainers_records_have_job_session_rank_and_step(tmp_path: Path, caplo
 def test_a_thread_carries_what_its_engine_does_and_others_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log = logging.getLogger("trainer_client.engine")
+    log = logging.getLogger("trainer_client.engine.engine")
 
     def write(text: str) -> None:
         log.warning(text)

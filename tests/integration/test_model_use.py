@@ -22,7 +22,7 @@ from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine, initialize
 from trainer_client.errors import PhaseError, ReleasedParameterError
-from trainer_client.model.released import ReleasedParameter
+from trainer_client.training.model.released import ReleasedParameter
 
 BATCHES = list(micro_batches(4))
 pytestmark = [

@@ -28,8 +28,8 @@ from tests.integration.support.outliving_run import RUN
 from tests.integration.support.training import build_model
 from tests.integration.support.waiting import wait_until
 from trainer_client import Credentials, DaemonRestartedError, Engine, StoreUnavailableError
-from trainer_client.transport.attachments import Survival
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.client.transport.attachments import Survival
+from trainer_client.client.transport.rank_store import RankStore
 
 # The results of each rank, by the name of the run.
 Results: TypeAlias = dict[str, list[dict[str, Any]]]

@@ -12,7 +12,7 @@ import torch
 import trainer_client
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 
 STEPS = 12
 CLIPPING = 0.5

@@ -16,7 +16,7 @@ from tests.integration.support.model_runs import train
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import ZOO, Block, Language
 from trainer_client import Engine
-from trainer_client.step.gather_counters import GatherCounters
+from trainer_client.training.step.gather_counters import GatherCounters
 
 BATCHES = list(micro_batches(8))
 ENOUGH = 0.8

@@ -27,8 +27,8 @@ from tests.integration.support.ranks import free_port
 from tests.integration.support.store_client import Client, Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.copying.follow import Follower, FollowerOrder, Place
-from trainer_client.transport.credentials import NO_CREDENTIALS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "prometheus"
 STALL_SOURCE = Path(__file__).parents[1] / "faults" / "stall.c"

@@ -19,8 +19,8 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.guarded import guarded_daemon
 from tests.integration.support.ranks import free_port
 from trainer_client import Credentials, StoreClient, StoreClientSync
-from trainer_client.transport.channel import wait_until_serving
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.client.transport.channel import wait_until_serving
+from trainer_client.client.transport.rank_store import RankStore
 
 VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 

@@ -36,11 +36,11 @@ from tests.integration.support.ranks import Launch
 from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
+from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.copying.follow import Follower, FollowerOrder, Place
 from trainer_client.errors import UnauthenticatedError
-from trainer_client.run.replicas import choose_holders
-from trainer_client.transport.arena import Arena
-from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.training.run.replicas import choose_holders
 
 DAEMON = {"host_budget": "64MiB", "nvme_budget": "512MiB", "session_grace_seconds": 0.5}
 # The most steps of a trainer that is lost. Its follower takes some seconds to start, in which a trainer without pauses

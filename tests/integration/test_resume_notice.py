@@ -21,7 +21,7 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.elastic_run import Part, launch, train_part
 from tests.integration.support.equality import assert_equal
 from tests.integration.support.two_models import stderr_of_script, train_here
-from trainer_client.run import client_state
+from trainer_client.training.run import client_state
 
 UNCHANGED = "Config, model and optimizer have not changed."
 
@@ -361,7 +361,7 @@ def test_buffers_that_no_commit_has_are_named(trainer: Trainer, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         # A release before this one has committed small buffers only.
-        patch.setattr("trainer_client.run.job.can_store", lambda _: False)
+        patch.setattr("trainer_client.training.run.job.can_store", lambda _: False)
         trainer.train(model=model())
 
     trainer.train(model=model())

@@ -16,8 +16,8 @@ import pytest
 from paramserver.security.quotas import JobQuota, Quota, TokenQuota
 from tests.integration.support.forked import ROOT
 from tests.integration.support.ranks import free_port
-from trainer_client.transport.channel import wait_until_serving
-from trainer_client.transport.credentials import Credentials
+from trainer_client.client.transport.channel import wait_until_serving
+from trainer_client.client.transport.credentials import Credentials
 
 DOCUMENT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 SECONDS = 40.0

@@ -32,9 +32,9 @@ from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.transport.rank_store import RankStore, SlabName
 
 CODE = grpc.StatusCode
 READ, WRITE = pb.LEASE_MODE_READ, pb.LEASE_MODE_WRITE
@@ -298,7 +298,7 @@ def test_operators_see_who_is_connected_and_what_they_hold(clients: Clients, dae
 ABANDON = """
 import os, signal, sys
 from tests.integration.test_session_life import cycle
-from trainer_client.transport.arena import Arena
+from trainer_client.client.transport.arena import Arena
 kept = [cycle(*sys.argv[1:]) for _ in range(5)]
 arenas = [Arena.map(stream.welcome.arena) for stream in kept[:2]]
 assert all(arenas)
@@ -358,7 +358,7 @@ def test_a_client_that_cannot_map_the_arena_leaves_no_session(daemon: Daemon, mo
     def fail(_: pb.Arena, driver: None, *, is_announced: bool) -> None:
         raise OSError("no address space")
 
-    monkeypatch.setattr("trainer_client.transport.attachment.Arena.map", fail)
+    monkeypatch.setattr("trainer_client.client.transport.attachment.Arena.map", fail)
     with pytest.raises(OSError, match="no address space"):
         StoreClientSync.connect(daemon.address, client="unmapped")
 

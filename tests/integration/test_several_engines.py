@@ -21,15 +21,15 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.several_engines import TRAINED, build, config_of, step
 from tests.integration.support.waiting import wait_until
-from trainer_client import at_exit
+from trainer_client.base import at_exit
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.transport.channel import is_serving, open_channel
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError, LocalDaemonError, StoreBudgetError
-from trainer_client.run.forgotten import collect_forgotten
-from trainer_client.run.former_starts import remove_former_starts
-from trainer_client.run.local_daemon import LOCK_NAME, local_address
-from trainer_client.run.shared_daemon import share_daemon
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.transport.channel import is_serving, open_channel
+from trainer_client.training.run.forgotten import collect_forgotten
+from trainer_client.training.run.former_starts import remove_former_starts
+from trainer_client.training.run.local_daemon import LOCK_NAME, local_address
+from trainer_client.training.run.shared_daemon import share_daemon
 
 
 def is_served(state_dir: Path) -> bool:

@@ -20,11 +20,11 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of, tiers
 from tests.integration.support.store_client import Clients, refused
 from trainer_client import ConfigError, JobConflictError, StoreClient, StoreClientSync, StoreNotFoundError, TensorSpec
-from trainer_client.store_client.connection import Call, Connection
-from trainer_client.store_client.job_layout import PACK_BYTES, JobLayout
-from trainer_client.store_client.staging import registrations
-from trainer_client.store_client.types import bytes_of
-from trainer_client.transport.credentials import Credentials
+from trainer_client.client.store_client.connection import Call, Connection
+from trainer_client.client.store_client.job_layout import PACK_BYTES, JobLayout
+from trainer_client.client.store_client.staging import registrations
+from trainer_client.client.store_client.types import bytes_of
+from trainer_client.client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 COUNT = 3000

@@ -10,11 +10,11 @@ import torch
 from tests.integration.support.checkpoint_ranks import batch, config_of, start, steps
 from trainer_client import Engine, zero
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
-from trainer_client.run import state_offload
-from trainer_client.run.device_copies import DeviceCopies
-from trainer_client.run.state_offload import DeviceState
 from trainer_client.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from trainer_client.runtime.zero.offload_states import get_state_devices
+from trainer_client.training.run import state_offload
+from trainer_client.training.run.device_copies import DeviceCopies
+from trainer_client.training.run.state_offload import DeviceState
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},

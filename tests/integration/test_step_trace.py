@@ -25,7 +25,7 @@ from tests.integration.support.training import (
 )
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
-from trainer_client.report.step_report import StepReport
+from trainer_client.training.report.step_report import StepReport
 
 # The two ends of a call read clocks in two processes, and JSON has microseconds.
 SLACK_SECONDS = 1e-4

@@ -37,7 +37,7 @@ from trainer_client import (
     TensorSpec,
     UnauthenticatedError,
 )
-from trainer_client.transport.credentials import NO_CREDENTIALS
+from trainer_client.client.transport.credentials import NO_CREDENTIALS
 
 
 @pytest.fixture

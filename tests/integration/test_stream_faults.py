@@ -23,9 +23,9 @@ from tests.integration.support.store_client import Clients, Rank, refused
 from tests.integration.support.stream_client import Reading, Writing, read
 from tests.integration.support.tampering import CutAfter, Tamper, TamperingProxy, flip_a_bit_of
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.channel import open_channel
+from trainer_client.client.transport.streams import Streams
 from trainer_client.errors import DataLossError
-from trainer_client.transport.channel import open_channel
-from trainer_client.transport.streams import Streams
 
 CODE = grpc.StatusCode
 STALL_SECONDS = 2.5

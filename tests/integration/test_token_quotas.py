@@ -24,7 +24,7 @@ from storage.base.shard import Kind
 from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.unit.storage.builders import Layout
-from trainer_client.transport.credentials import Credentials
+from trainer_client.client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 # These elements are fp32, so a slab has 1 MiB. A job has three slabs, and needs room for each twice: committed and

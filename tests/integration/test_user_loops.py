@@ -17,7 +17,7 @@ from tests.integration.support.training import Run, assert_bit_equal, launch, mi
 from tests.integration.support.zoo import ZOO
 from trainer_client import Engine
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
-from trainer_client.model.released import ReleasedParameter
+from trainer_client.training.model.released import ReleasedParameter
 
 BATCHES = list(micro_batches(4))
 pytestmark = [

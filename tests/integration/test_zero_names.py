@@ -17,10 +17,10 @@ import trainer_client
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import utils, zero
-from trainer_client.initial.deferred_init import recipe_of, replay
 from trainer_client.ops.adam import DeepSpeedCPUAdam
 from trainer_client.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from trainer_client.runtime.zero.partition_parameters import ZeroParamStatus
+from trainer_client.training.initial.deferred_init import recipe_of, replay
 
 
 class Model(nn.Module):

@@ -25,13 +25,13 @@ from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from storage.base.errors import DeviceError
 from storage.jobs import directories
+from trainer_client.base.recorder import Span
 from trainer_client.copying.backup_files import open_files
-from trainer_client.engine_states import EngineStates
+from trainer_client.engine.states import EngineStates
 from trainer_client.errors import BackupError, ExportError
 from trainer_client.exchange.destination import open_destination
-from trainer_client.recorder import Span
-from trainer_client.report.perfetto import Process, write_trace
-from trainer_client.run.checkpoint_files import write_all
+from trainer_client.training.report.perfetto import Process, write_trace
+from trainer_client.training.run.checkpoint_files import write_all
 
 # More bytes than a file object keeps in memory, so that some are written before the file is flushed.
 CONTENT_BYTES = 40_000

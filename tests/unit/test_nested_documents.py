@@ -20,8 +20,8 @@ from trainer_client.config.config_file import read_config_file
 from trainer_client.copying.backup import BackupStep
 from trainer_client.errors import BackupError, CheckpointError, ClientStateError, ConfigError
 from trainer_client.launch.store import OwnDaemon
-from trainer_client.run import client_state
-from trainer_client.run.checkpoint_files import Manifest
+from trainer_client.training.run import client_state
+from trainer_client.training.run.checkpoint_files import Manifest
 
 NESTED = "[" * 100_000
 TOML = f"key = {NESTED}"

@@ -26,7 +26,7 @@ from trainer_client.accelerate.options import ConfigSource, Options, without_lau
 from trainer_client.accelerate.placeholders import check_places, fill
 from trainer_client.accelerate.selection import Selection
 from trainer_client.config.paramserver import configured_device_kind
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize_with_rates_of_script
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

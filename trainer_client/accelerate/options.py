@@ -18,10 +18,10 @@ import accelerate
 from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, DeepSpeedPlugin, GradientAccumulationPlugin
 
+from trainer_client.base.device import CPU
 from trainer_client.config.automatic import AUTO
 from trainer_client.config.config_file import read_config_file
 from trainer_client.config.paramserver import configured_device_kind
-from trainer_client.device import CPU
 from trainer_client.errors import ConfigError
 
 ConfigSource = Mapping[str, Any] | str | Path | None

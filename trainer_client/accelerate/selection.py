@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_client.accelerate.optimizer import EngineOptimizer
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 
 _TOGETHER = "write `model, optimizer = accelerator.prepare(model, optimizer)`"

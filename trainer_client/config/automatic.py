@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer_client.base.section import Section, is_honoured
 from trainer_client.config.keys import section_at
 from trainer_client.errors import ConfigError
-from trainer_client.section import Section, is_honoured
 
 AUTO = "auto"
 

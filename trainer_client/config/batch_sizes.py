@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
 
+from trainer_client.base.section import Section
 from trainer_client.errors import ConfigError
-from trainer_client.section import Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from trainer_client.section import Section
+from trainer_client.base.section import Section
 
 
 class CheckpointsSection(Section):

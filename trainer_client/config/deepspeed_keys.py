@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, create_model
 
+from trainer_client.base.section import Section
+from trainer_client.base.standing import Refused, WithoutEffect, is_absent, is_at_most_one, is_off
 from trainer_client.config.dtype_names import DTypeName
-from trainer_client.section import Section
-from trainer_client.standing import Refused, WithoutEffect, is_absent, is_at_most_one, is_off
 
 SectionT = TypeVar("SectionT", bound=Section)
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from trainer_client.base.section import Section
 from trainer_client.config.deepspeed_keys import with_rows
-from trainer_client.section import Section
 
 
 @with_rows("activation_checkpointing")

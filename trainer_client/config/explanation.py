@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer_client.base.section import Section
+from trainer_client.base.standing import REFUSED_ERROR
 from trainer_client.config.keys import section_at
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.paramserver import PlacementSection
 from trainer_client.config.top_level import meant
-from trainer_client.section import Section
-from trainer_client.standing import REFUSED_ERROR
 
 # Words of other libraries for keys of this config, which are not alike enough for `difflib`.
 _OTHER_WORDS = {

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from trainer_client.section import Section
+from trainer_client.base.section import Section
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer_client.base.device import CPU, kind_of
+from trainer_client.base.section import Section, mark_of
+from trainer_client.base.standing import WithoutEffect
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.device import CPU, kind_of
-from trainer_client.section import Section, mark_of
-from trainer_client.standing import WithoutEffect
 
 # The first stage at which a rank does not keep the state whole on its device.
 _OFFLOAD_STAGES = {"zero_optimization.offload_param": 3, "zero_optimization.offload_optimizer": 1}

@@ -24,12 +24,12 @@ from paramserver.contract.durability import DURABILITY_PATTERN, REPLICATED, dura
 from paramserver.contract.places import Place
 from paramserver.contract.replica_names import replicated_job
 from paramserver.contract.sizes import Size
+from trainer_client.base.device import AUTO, check_setting, kind_of
+from trainer_client.base.section import Agreement, Section
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
 from trainer_client.config.tiling import TilingSection
 from trainer_client.config.zero import Fraction
-from trainer_client.device import AUTO, check_setting, kind_of
-from trainer_client.section import Agreement, Section
 
 # The config may write "nvme" instead of {"nvme": 1.0}.
 HomeShares = Annotated[dict[Home, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]

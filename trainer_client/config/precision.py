@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
+from trainer_client.base.section import Section
 from trainer_client.config.deepspeed_keys import with_rows
 from trainer_client.config.dtype_names import DTypeName, short_name
-from trainer_client.section import Section
 
 
 def _finite(value: Any) -> Any:

@@ -17,13 +17,13 @@ from typing import Any, get_args
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
+from trainer_client.base.section import Section, is_honoured, mark_of
+from trainer_client.base.standing import Refused, WithoutEffect
 from trainer_client.config.deepspeed_keys import row_paths
 from trainer_client.config.keys import leaves, sections_in
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.optimizers.registry import OPTIMIZERS
-from trainer_client.section import Section, is_honoured, mark_of
-from trainer_client.standing import Refused, WithoutEffect
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

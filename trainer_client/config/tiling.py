@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from paramserver.contract.sizes import Size
-from trainer_client.section import Section
+from trainer_client.base.section import Section
 
 # A tile of fewer bytes would cost more requests than it saves memory.
 LEAST_TILE_BYTES = 4096
 
 
 class TilingSection(Section):
-    """Which parameters are cut into tiles, and how much of the logits there is at once; see model/tile.py."""
+    """Which parameters are cut into tiles, and how much of the logits there is at once; see training/model/tile.py."""
 
     largest_tile: Annotated[Size, Field(ge=LEAST_TILE_BYTES)] | Literal["auto"] | None = Field(
         default=None,

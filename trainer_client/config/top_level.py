@@ -11,10 +11,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_client.base.section import Section
 from trainer_client.config.keys import all_paths, section_at
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.errors import ConfigError
-from trainer_client.section import Section
 
 # Two names that are as alike as this, in [0, 1], are taken for one name, mistyped. In the public configs of tests/data,
 # keys of 0.72 and less were the projects' own, and those of 0.87 and more were meant for DeepSpeed.

@@ -1,8 +1,8 @@
 """The training config: DeepSpeed's config, and the section `paramserver`.
 
 This module owns the class of the whole config, and the values that follow from several keys. The keys are defined in
-the modules of their topics. Each is honoured with DeepSpeed's meaning unless a mark of standing.py says otherwise. This
-module must never read the environment on its own: functions that depend on the environment take it as an argument.
+the modules of their topics. Each is honoured with DeepSpeed's meaning unless a mark of base/standing.py says otherwise.
+This module must never read the environment on its own: functions that depend on the environment take it as an argument.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt, PrivateAttr
 
 from paramserver.contract.address import ADDRESS_VARIABLE
+from trainer_client.base.section import Agreement
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.config.batch_sizes import BatchKeys
 from trainer_client.config.deepspeed_keys import with_rows
 from trainer_client.config.dtype_names import DTypeName
@@ -25,8 +27,6 @@ from trainer_client.config.precision import Bf16Section, DataTypesSection, Fp16S
 from trainer_client.config.zero import OffloadSection, ZeroSection
 from trainer_client.optimizers.registry import AnyOptimizerSection
 from trainer_client.schedules.registry import AnyScheduleSection
-from trainer_client.section import Agreement
-from trainer_client.transport.credentials import Credentials
 
 DEFAULT_STATE_DIR = "paramserver-state"
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from paramserver.contract.places import Place
+from trainer_client.base.section import Agreement, Section
 from trainer_client.config.deepspeed_keys import with_rows
-from trainer_client.section import Agreement, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 

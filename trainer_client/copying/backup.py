@@ -29,11 +29,11 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from paramserver.contract.documents import parse_json
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.client.store_client.connection import Connection
 from trainer_client.copying.backup_files import BackupFiles, open_files
 from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StoredSlab, slabs_of
 from trainer_client.errors import BackupError, ConfigError
-from trainer_client.store_client.connection import Connection
 
 _FORMAT = "paramserver backup"
 _VERSION = 1

@@ -18,8 +18,8 @@ from typing import IO, Any
 from fsspec.core import url_to_fs
 
 from paramserver.contract.durable_files import make_directory, replace
+from trainer_client.base.foreign.files import open_regular
 from trainer_client.errors import BackupError, ConfigError
-from trainer_client.foreign.files import open_regular
 
 _LOCK = ".lock"
 # The most bytes of a manifest, which takes some hundred bytes for each slab.

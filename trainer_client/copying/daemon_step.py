@@ -15,10 +15,14 @@ import torch
 
 from paramserver.contract.limits import READ_BLOCK_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.client.store_client.connection import Call, Connection, StoreSession
+from trainer_client.client.store_client.reader import BATCHED_RANGES, Batch, StoreReaderSync, TensorPart, batches
+from trainer_client.client.transport.channel import (
+    COMMIT_DEADLINE_SECONDS,
+    CONTROL_DEADLINE_SECONDS,
+    LEASE_DEADLINE_SECONDS,
+)
 from trainer_client.copying.description import PART_BYTES, StepDescription, StoredSlab, slabs_of
-from trainer_client.store_client.connection import Call, Connection, StoreSession
-from trainer_client.store_client.reader import BATCHED_RANGES, Batch, StoreReaderSync, TensorPart, batches
-from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
 _PARTS_AHEAD = 3
 # A part takes at most 1 / _ARENA_SHARE of the store's host memory.

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.connection import Call, CallCancelledError, Connection
+from trainer_client.client.store_client.types import StoredJob
+from trainer_client.client.transport.channel import CONTROL_DEADLINE_SECONDS
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.copying.daemon_step import DaemonStep
 from trainer_client.copying.pace import Pace
 from trainer_client.copying.put_step import PutRun
 from trainer_client.errors import ConfigError, StoreError, TrainerClientError
-from trainer_client.run import rolled_back
-from trainer_client.run.rolled_back import RollBacks
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.connection import Call, CallCancelledError, Connection
-from trainer_client.store_client.types import StoredJob
-from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.run import rolled_back
+from trainer_client.training.run.rolled_back import RollBacks
 
 # The follower reports at least this often, because a restarted daemon does not know of it.
 _REPORT_SECONDS = 5.0

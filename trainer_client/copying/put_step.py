@@ -24,15 +24,19 @@ import xxhash
 from paramserver.contract.capabilities import SETTLED_STEPS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.client.store_client.connection import Call, Connection, StoreSession
+from trainer_client.client.store_client.staging import Content, commit_step, put_slabs, registrations
+from trainer_client.client.transport.channel import (
+    COMMIT_DEADLINE_SECONDS,
+    CONTROL_DEADLINE_SECONDS,
+    LEASE_DEADLINE_SECONDS,
+)
 from trainer_client.copying.daemon_step import DaemonStep, digest_batches
 from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
 from trainer_client.copying.pace import Pace
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.run import rolled_back
-from trainer_client.run.rolled_back import RollBacks
-from trainer_client.store_client.connection import Call, Connection, StoreSession
-from trainer_client.store_client.staging import Content, commit_step, put_slabs, registrations
-from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.training.run import rolled_back
+from trainer_client.training.run.rolled_back import RollBacks
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paramserver.contract.client_verbs import VerbError
+from trainer_client.client.store_client.connection import Connection
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.copying.backup import BackupResult, BackupStep, back_up
 from trainer_client.copying.description import Progress
 from trainer_client.copying.put_step import CopyResult, copy_step, put_step
 from trainer_client.errors import ConfigError, TrainerClientError
-from trainer_client.store_client.connection import Connection
-from trainer_client.transport.credentials import Credentials
 
 _OnProgress = Callable[[Progress], None]
 

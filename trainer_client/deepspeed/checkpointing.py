@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
-from trainer_client.data_parallel import check_mpu
+from trainer_client.base.not_built import refuse
 from trainer_client.errors import ConfigError
-from trainer_client.not_built import refuse
+from trainer_client.training.data_parallel import check_mpu
 
 __all__ = [
     "checkpoint",

@@ -14,13 +14,13 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from trainer_client import comm
+from trainer_client.base.not_built import refuse
 from trainer_client.config.batch_sizes import resolve_batch_sizes
 from trainer_client.config.loading import load_config
 from trainer_client.config.older_names import with_todays_names
 from trainer_client.config.precision import Bf16Section, Fp16Section
 from trainer_client.config.zero import ZeroSection
-from trainer_client.data_parallel import check_mpu
-from trainer_client.not_built import refuse
+from trainer_client.training.data_parallel import check_mpu
 
 _SECTION = "zero_optimization"
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer_client.run import checkpoint_files as files
+from trainer_client.training.run import checkpoint_files as files
 
 __all__ = ["main", "parse_arguments"]
 

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
+from trainer_client.base.not_built import NotBuilt, refuse
 from trainer_client.deepspeed import names
-from trainer_client.not_built import NotBuilt, refuse
 
 _PACKAGE = "trainer_client."
 

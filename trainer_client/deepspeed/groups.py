@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from trainer_client import comm
-from trainer_client.data_parallel import check_mpu
-from trainer_client.not_built import refuse
+from trainer_client.base.not_built import refuse
+from trainer_client.training.data_parallel import check_mpu
 
 __all__ = [
     "get_data_parallel_group",

@@ -83,10 +83,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "runtime.activation_checkpointing": {BELOW: "checkpointing"},
     "runtime.activation_checkpointing.checkpointing": {"deepspeed.checkpointing": "*"},
-    "runtime.base_optimizer": {"store_optimizer": "DeepSpeedOptimizer=StoreOptimizer"},
+    "runtime.base_optimizer": {"training.store_optimizer": "DeepSpeedOptimizer=StoreOptimizer"},
     "runtime.config": {"deepspeed.config": "DeepSpeedConfig", "errors": "DeepSpeedConfigError=ConfigError"},
     "runtime.dataloader": {"deepspeed.helpers": "RepeatingLoader"},
-    "runtime.engine": {"engine": "DeepSpeedEngine=Engine"},
+    "runtime.engine": {"engine.engine": "DeepSpeedEngine=Engine"},
     "runtime.lr_schedules": {
         "schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "deepspeed.lr_schedules": "LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
@@ -117,10 +117,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "runtime.zero.offload_config": {
         "deepspeed.config": "OffloadDeviceEnum",
-        "run.state_offload": "OffloadStateTypeEnum=DeviceState",
+        "training.run.state_offload": "OffloadStateTypeEnum=DeviceState",
     },
     "runtime.zero.offload_states": {"deepspeed.parameters": "get_state_devices"},
-    "runtime.zero.parameter_offload": {"model.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.parameter_offload": {"training.model.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.partition_parameters": {
         "accelerator": "get_accelerator",
         "deepspeed.parameters": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
@@ -145,7 +145,7 @@ TABLE: dict[str, dict[str, str]] = {
     "utils.init_on_device": {"deepspeed.helpers": "OnDevice"},
     "utils.logging": {"deepspeed.logging": "*"},
     "utils.tensor_fragment": {"deepspeed.tensor_fragment": "*"},
-    "utils.timer": {"report.throughput": "ThroughputTimer"},
+    "utils.timer": {"training.report.throughput": "ThroughputTimer"},
     "utils.torch": {"deepspeed.helpers": "required_torch_version"},
     "utils.z3_leaf_module": {"deepspeed.z3_leaf_module": "*"},
     "utils.zero_to_fp32": {"deepspeed.zero_to_fp32": "*"},
@@ -187,7 +187,7 @@ def write_stubs(directory: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         own = [row for row in names_of(path) if row[1] != BELOW]
         modules = set(below) - {name for name, _, _ in own}
-        lines = ["from typing import Any, NoReturn", "from trainer_client.not_built import NotBuilt"]
+        lines = ["from typing import Any, NoReturn", "from trainer_client.base.not_built import NotBuilt"]
         if whole_module(path) is None:
             lines.append(f"__all__ = {public_names(path)}")
         lines += [f"from trainer_client.{path} import {name} as {name}" for name in sorted(modules)]

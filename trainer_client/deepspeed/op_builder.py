@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NoReturn
 
-from trainer_client.not_built import refuse
+from trainer_client.base.not_built import refuse
 
 __all__ = [
     "AsyncIOBuilder",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_client.engine import Engine
-from trainer_client.run.state_offload import DeviceState
+from trainer_client.engine.engine import Engine
+from trainer_client.training.run.state_offload import DeviceState
 
 # transformers compares constructors with this function while it builds a model.
 _orig_torch_arange = torch.arange

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
-from trainer_client.model.owners import owner_of
+from trainer_client.training.model.owners import owner_of
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from trainer_client.not_built import NotBuilt, refuse
+from trainer_client.base.not_built import NotBuilt, refuse
 
 __all__ = [
     "TiledFusedLogitsLoss",

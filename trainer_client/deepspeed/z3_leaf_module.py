@@ -1,6 +1,6 @@
 """DeepSpeed's leaf modules of stage 3, whose parameters are gathered together when the module runs.
 
-Here such a module is a unit (see model/leaves.py). Marks count when `trainer_client.initialize` is called.
+Here such a module is a unit (see training/model/leaves.py). Marks count when `trainer_client.initialize` is called.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from trainer_client.model.leaves import ModuleClass, find_by_class, find_by_name, is_leaf, mark_leaf
-from trainer_client.model.owners import owner_of
+from trainer_client.training.model.leaves import ModuleClass, find_by_class, find_by_name, is_leaf, mark_leaf
+from trainer_client.training.model.owners import owner_of
 
 __all__ = [
     "get_z3_leaf_modules",

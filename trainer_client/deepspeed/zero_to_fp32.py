@@ -15,16 +15,16 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from trainer_client.engine import Engine
+from trainer_client.base.not_built import refuse
+from trainer_client.client.transport.credentials import Credentials
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import CheckpointError, ConfigError
 from trainer_client.exchange.destination import open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel, open_model
 from trainer_client.exchange.torch_format import write_fp32
-from trainer_client.model.owners import owner_of
-from trainer_client.not_built import refuse
-from trainer_client.run import checkpoint_files as files
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.model.owners import owner_of
+from trainer_client.training.run import checkpoint_files as files
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_client.store_client.types import Kind
+from trainer_client.client.store_client.types import Kind
 
 # The optimizer states that a store can keep, by torch's names.
 STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")

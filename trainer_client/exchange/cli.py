@@ -13,16 +13,16 @@ from pydantic import TypeAdapter, ValidationError
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
 from paramserver.contract.sizes import Size, shown_size
-from trainer_client.errors import ConfigError
-from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
-from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
-from trainer_client.transport.credentials import (
+from trainer_client.client.transport.credentials import (
     TLS_CA_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
     TLS_KEY_VARIABLE,
     TOKEN_FILE_VARIABLE,
     Credentials,
 )
+from trainer_client.errors import ConfigError
+from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

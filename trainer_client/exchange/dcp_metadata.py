@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from trainer_client.base.foreign import plain_pickle
+from trainer_client.base.foreign.files import read_regular
+from trainer_client.base.foreign.plain_pickle import Made, Name
 from trainer_client.errors import ImportCheckpointError
-from trainer_client.foreign import plain_pickle
-from trainer_client.foreign.files import read_regular
-from trainer_client.foreign.plain_pickle import Made, Name
 
 _MAX_METADATA_BYTES = 1 << 30
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -1,8 +1,8 @@
 """The reader of checkpoints of torch.distributed.checkpoint: weights and optimizer states by name, from any ranks.
 
 Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it as plain values
-(foreign/plain_pickle.py), and makes records of its own of the few things in it that an import needs. It must never hold
-more than one chunk of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
+(base/foreign/plain_pickle.py), and makes records of its own of the few things in it that an import needs. It must never
+hold more than one chunk of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from trainer_client.base.foreign import torch_files
+from trainer_client.base.foreign.files import open_regular
+from trainer_client.client.store_client.types import Kind
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, CheckpointTensor, ParameterGroup
 from trainer_client.exchange.dcp_metadata import DcpMetadata, DcpTensor, Place, read_metadata
 from trainer_client.exchange.source import DCP_METADATA, name_within, verify_checksums
-from trainer_client.foreign import torch_files
-from trainer_client.foreign.files import open_regular
-from trainer_client.store_client.types import Kind
 
 # The top-level names under which programs keep the optimizer.
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")

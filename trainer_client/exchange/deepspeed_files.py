@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer_client.base.foreign import torch_files
+from trainer_client.base.foreign.files import read_regular
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange.source import check_foreign, name_within
-from trainer_client.foreign import torch_files
-from trainer_client.foreign.files import read_regular
 
 LATEST = "latest"
 _MOST_TAG_BYTES = 4096

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from trainer_client.base.foreign import torch_files
+from trainer_client.client.store_client.types import Kind
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange.checkpoint import (
     STATE_KINDS,
@@ -36,8 +38,6 @@ from trainer_client.exchange.checkpoint import (
 from trainer_client.exchange.deepspeed_files import Scaler, find_directory, find_files, load_dict
 from trainer_client.exchange.deepspeed_partitions import Joined, Striped
 from trainer_client.exchange.source import verify_checksums
-from trainer_client.foreign import torch_files
-from trainer_client.store_client.types import Kind
 
 # The entries of a model file that are DeepSpeed's own; all other entries are the client state that the user has passed.
 _OWN_ENTRIES = frozenset(

@@ -20,13 +20,13 @@ from typing import Literal, TypedDict, Unpack, get_args
 import torch
 
 from paramserver.contract.printable import printable
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ConfigError, ExportError
 from trainer_client.exchange.adapter_format import adapter_tensors, write_adapter
 from trainer_client.exchange.destination import CHECKSUMS, Destination, WrittenFile, open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, OptimizerStates, StoredModel, open_model
 from trainer_client.exchange.torch_format import write_fp32
-from trainer_client.transport.credentials import Credentials
 
 log = logging.getLogger(__name__)
 

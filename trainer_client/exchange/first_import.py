@@ -16,14 +16,14 @@ from torch import nn
 
 from paramserver.contract.durability import durability_text, parse_durability
 from paramserver.contract.replica_names import replicated_job
+from trainer_client.client.transport.credentials import Credentials
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ImportCheckpointError, JobConflictError, StoreError, TrainerClientError
 from trainer_client.exchange.import_checkpoint import import_checkpoint
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.stored_step import StoreAddress, connect
-from trainer_client.transport.credentials import Credentials
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.stored_step import StoreAddress, connect
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from trainer_client.client.store_client.types import Kind, Placement
+from trainer_client.client.transport.credentials import Credentials
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import ConfigError, ImportCheckpointError, TrainerClientError
 from trainer_client.exchange.checkpoint import Checkpoint
 from trainer_client.exchange.dcp_source import open_dcp
@@ -30,9 +33,6 @@ from trainer_client.exchange.weight_files import (
     open_safetensors,
     open_state_dict,
 )
-from trainer_client.store_client.types import Kind, Placement
-from trainer_client.transport.credentials import Credentials
-from trainer_client.transport.rank_store import RankStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

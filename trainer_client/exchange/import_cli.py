@@ -12,18 +12,18 @@ import typer
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
 from paramserver.contract.sizes import shown_size
-from trainer_client.errors import ConfigError
-from trainer_client.exchange.export import WeightDType
-from trainer_client.exchange.import_checkpoint import ImportResult, import_checkpoint
-from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
-from trainer_client.store_client.types import Placement
-from trainer_client.transport.credentials import (
+from trainer_client.client.store_client.types import Placement
+from trainer_client.client.transport.credentials import (
     TLS_CA_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
     TLS_KEY_VARIABLE,
     TOKEN_FILE_VARIABLE,
     Credentials,
 )
+from trainer_client.errors import ConfigError
+from trainer_client.exchange.export import WeightDType
+from trainer_client.exchange.import_checkpoint import ImportResult, import_checkpoint
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

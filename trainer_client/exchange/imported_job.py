@@ -1,8 +1,8 @@
 """The writing of a checkpoint into a store, in pieces, as a job that a trainer can resume.
 
 The job has one rank, a layout of its own and one commit. A trainer of any number of ranks makes its own layout from it,
-as from that of another number of ranks (run/relayout.py). This module owns the session until the commit, which is the
-moment from which the job exists. It must never hold more than one piece of a tensor.
+as from that of another number of ranks (training/run/relayout.py). This module owns the session until the commit, which
+is the moment from which the job exists. It must never hold more than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paramserver.contract.kinds import KINDS
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from paramserver.contract.tiers import TIERS
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.alignment import round_up
+from trainer_client.client.store_client.staging import registrations
+from trainer_client.client.store_client.types import Kind, Placement, durability_to_proto
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.checkpoint import CheckpointTensor, Values
-from trainer_client.model.slot_table import round_up
-from trainer_client.store_client.staging import registrations
-from trainer_client.store_client.types import Kind, Placement, durability_to_proto
-from trainer_client.transport.rank_store import RankStore, SlabName
 
 # The most elements of a shard group. A slab in fp32 then has 8 MiB, and this is the most of the arena that is leased at
 # a time.

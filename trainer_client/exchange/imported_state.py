@@ -1,7 +1,7 @@
 """The client state of an imported job: the values of a trainer's commit, as far as the checkpoint has them.
 
-run/imported.py reads it when a trainer goes on from the job. This module must never have a value that the checkpoint
-does not have: an unknown value is None, and the trainer then uses its own.
+training/run/imported.py reads it when a trainer goes on from the job. This module must never have a value that the
+checkpoint does not have: an unknown value is None, and the trainer then uses its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from trainer_client.base.index_ranges import to_ranges
 from trainer_client.errors import ClientStateError
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor
-from trainer_client.index_ranges import to_ranges
-from trainer_client.model.plain_state import MAX_BUFFER_BYTES
-from trainer_client.run import client_state
-from trainer_client.run.stored_state import sort_counts, sort_groups
+from trainer_client.training.model.plain_state import MAX_BUFFER_BYTES
+from trainer_client.training.run import client_state
+from trainer_client.training.run.stored_state import sort_counts, sort_groups
 
 
 def encode_state(

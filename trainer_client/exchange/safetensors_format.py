@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from trainer_client.client.store_client.types import bytes_of
 from trainer_client.errors import ExportError
 from trainer_client.exchange.destination import Destination
 from trainer_client.exchange.sharded import write_sharded
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel
-from trainer_client.store_client.types import bytes_of
 
 _DTYPES = {
     torch.float64: "F64",

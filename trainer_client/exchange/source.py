@@ -17,11 +17,11 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 
 from paramserver.contract.sizes import shown_size
+from trainer_client.base.foreign import torch_files
+from trainer_client.base.foreign.files import open_regular, read_regular
 from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange.destination import CHECKSUMS
-from trainer_client.foreign import torch_files
-from trainer_client.foreign.files import open_regular, read_regular
-from trainer_client.run.checkpoint_files import MANIFEST
+from trainer_client.training.run.checkpoint_files import MANIFEST
 
 # The file that makes a directory a checkpoint of torch.distributed.checkpoint.
 DCP_METADATA = ".metadata"

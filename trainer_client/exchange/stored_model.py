@@ -20,14 +20,14 @@ import grpc
 import torch
 
 from paramserver.contract.printable import printable
+from trainer_client.base.index_ranges import from_ranges
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.types import Kind, StoredLayout, StoredTensor
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ClientStateError, StoreNotFoundError
-from trainer_client.index_ranges import from_ranges
-from trainer_client.model.slot_table import Slot
-from trainer_client.run.stored_state import counts_of, decode_for_all, groups_of
-from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect, first_gap, tensors_of
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.model.slot_table import Slot
+from trainer_client.training.run.stored_state import counts_of, decode_for_all, groups_of
+from trainer_client.training.run.stored_step import StepPart, StoreAddress, StoredStep, connect, first_gap, tensors_of
 
 log = logging.getLogger(__name__)
 

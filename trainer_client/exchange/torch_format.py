@@ -21,11 +21,11 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch._utils import _rebuild_tensor_v2
 
+from trainer_client.client.store_client.types import bytes_of
 from trainer_client.errors import ExportError
 from trainer_client.exchange.destination import Destination
 from trainer_client.exchange.sharded import write_sharded
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel
-from trainer_client.store_client.types import bytes_of
 
 # The classes by which the pickled state dict names element types.
 _STORAGES = {

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from paramserver.contract.documents import parse_small_json
+from trainer_client.base.foreign import torch_files
+from trainer_client.base.foreign.files import read_regular
 from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor, TensorValues, Values
 from trainer_client.exchange.source import name_within, verify_checksums
-from trainer_client.foreign import torch_files
-from trainer_client.foreign.files import read_regular
-from trainer_client.initial.loading import MOST_VALUES, FileTensor, Weights
+from trainer_client.training.initial.loading import MOST_VALUES, FileTensor, Weights
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

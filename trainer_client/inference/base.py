@@ -13,12 +13,12 @@ from torch import nn
 
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine_getters import EngineGetters
+from trainer_client.engine.getters import EngineGetters
 from trainer_client.errors import PhaseError
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.micro_batches import MicroBatches
-from trainer_client.step.gradients import ReductionSchedule
-from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.micro_batches import MicroBatches
+from trainer_client.training.step.gradients import ReductionSchedule
+from trainer_client.training.step.precision import PrecisionPolicy, cast_floating_inputs
 
 
 class ComputingEngine(EngineGetters):

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from paramserver.contract.sizes import shown_size
-from trainer_client import at_exit
+from trainer_client.base import at_exit
+from trainer_client.client.transport.own_process import OwnProcess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.inference.base import ComputingEngine
 from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.weights import StepWeights
-from trainer_client.model.owners import disown, own
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.refusals import copy_gathered, find_conversion
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.context import Resources
-from trainer_client.run.forgotten import Remains
-from trainer_client.transport.own_process import OwnProcess
+from trainer_client.training.model.owners import disown, own
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.model.refusals import copy_gathered, find_conversion
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.context import Resources
+from trainer_client.training.run.forgotten import Remains
 
 log = logging.getLogger(__name__)
 

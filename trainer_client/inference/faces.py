@@ -21,12 +21,12 @@ from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine
-from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.interface_version import log_version
-from trainer_client.model.leaves import mark_configured_leaves
-from trainer_client.model.owners import is_owned
-from trainer_client.model.parameters import list_parameters
-from trainer_client.model.unit_policy import choose_policy
+from trainer_client.training.initial.deferred_init import RecipeRecorder
+from trainer_client.training.model.leaves import mark_configured_leaves
+from trainer_client.training.model.owners import is_owned
+from trainer_client.training.model.parameters import list_parameters
+from trainer_client.training.model.unit_policy import choose_policy
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from trainer_client.errors import SessionEndedError
 from trainer_client.inference.residency import Residency
 from trainer_client.inference.units import WeightUnit
-from trainer_client.model.transforms import is_transformed
-from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.training.model.transforms import is_transformed
+from trainer_client.training.step.tensor_tree import TensorTree
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -17,11 +17,11 @@ from torch import nn
 
 from trainer_client.config.paramserver import ParamserverSection
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import recipe_of, replay
-from trainer_client.initial.loading import Weights
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.released import ReleasedParameter
-from trainer_client.ranks.collectives import Collectives
+from trainer_client.training.initial.deferred_init import recipe_of, replay
+from trainer_client.training.initial.loading import Weights
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.model.released import ReleasedParameter
+from trainer_client.training.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 

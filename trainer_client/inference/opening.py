@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
@@ -28,19 +29,18 @@ from trainer_client.inference.residency import Residency
 from trainer_client.inference.stored_job import newest_step, put
 from trainer_client.inference.units import check_fit, divide
 from trainer_client.inference.weights import StepWeights
-from trainer_client.initial.initial_values import InitialValues
-from trainer_client.initial.loading import Weights
-from trainer_client.initial.module_init import ParamInitFn
-from trainer_client.model.buffers import cast_buffers, give_buffers
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.unit_policy import UnitPolicy
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.context import Resources
-from trainer_client.run.extra_states import ExtraStates
-from trainer_client.run.job_choice import is_of_training, note_stored_values
-from trainer_client.run.node_store import choose_device, find_store, join_processes
-from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.training.initial.initial_values import InitialValues
+from trainer_client.training.initial.loading import Weights
+from trainer_client.training.initial.module_init import ParamInitFn
+from trainer_client.training.model.buffers import cast_buffers, give_buffers
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.model.unit_policy import UnitPolicy
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.context import Resources
+from trainer_client.training.run.extra_states import ExtraStates
+from trainer_client.training.run.job_choice import is_of_training, note_stored_values
+from trainer_client.training.run.node_store import choose_device, find_store, join_processes
+from trainer_client.training.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
 

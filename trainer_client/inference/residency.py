@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from trainer_client.client.store_client.connection import LeaseRequest
 from trainer_client.errors import SessionEndedError, StoreBudgetError
 from trainer_client.inference.units import WeightUnit
 from trainer_client.inference.weights import HeldTensors, StepWeights
-from trainer_client.store_client.connection import LeaseRequest
 
 log = logging.getLogger(__name__)
 

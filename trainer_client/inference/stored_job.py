@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import grpc
 import torch
 
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.types import TensorSpec
+from trainer_client.client.store_client.writer import StoreWriterSync
 from trainer_client.errors import JobConflictError, StoreTimeoutError
-from trainer_client.initial.initial_values import InitialValues
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.types import TensorSpec
-from trainer_client.store_client.writer import StoreWriterSync
+from trainer_client.training.initial.initial_values import InitialValues
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 

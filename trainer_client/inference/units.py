@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer_client.client.store_client.types import StoredTensor
 from trainer_client.errors import ConfigError
 from trainer_client.inference.weights import HeldTensors, Plan
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.released import release, restore
-from trainer_client.model.unit_policy import UnitPolicy, find_units
-from trainer_client.store_client.types import StoredTensor
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.model.released import release, restore
+from trainer_client.training.model.unit_policy import UnitPolicy, find_units
 
 
 @dataclass(slots=True, eq=False)

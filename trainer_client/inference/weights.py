@@ -20,17 +20,17 @@ import torch
 from paramserver.contract import kinds
 from paramserver.contract.buffer_names import name_buffers
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.alignment import round_up
+from trainer_client.client.store_client.client_sync import StoreClientSync
+from trainer_client.client.store_client.connection import Call, LeaseRequest, StoreSession, release
+from trainer_client.client.store_client.reader import Batch, TensorPart, batches
+from trainer_client.client.store_client.types import StoredTensor
+from trainer_client.client.transport.arena import Generation
+from trainer_client.client.transport.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.client.transport.mapping import show_file_again
 from trainer_client.errors import StoreError, StoreNotFoundError
-from trainer_client.model.slot_table import round_up
-from trainer_client.run.stored_state import decode_for_all
-from trainer_client.run.stored_step import large_buffers_in
-from trainer_client.store_client.client_sync import StoreClientSync
-from trainer_client.store_client.connection import Call, LeaseRequest, StoreSession, release
-from trainer_client.store_client.reader import Batch, TensorPart, batches
-from trainer_client.store_client.types import StoredTensor
-from trainer_client.transport.arena import Generation
-from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
-from trainer_client.transport.mapping import show_file_again
+from trainer_client.training.run.stored_state import decode_for_all
+from trainer_client.training.run.stored_step import large_buffers_in
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.inference.base import ComputingEngine
 from trainer_client.inference.opening import InitialArguments, take_over
-from trainer_client.initial.initial_values import InitialValues
-from trainer_client.initial.loading import Weights
-from trainer_client.model.buffers import cast_buffers
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.node_store import join_processes
-from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.training.initial.initial_values import InitialValues
+from trainer_client.training.initial.loading import Weights
+from trainer_client.training.model.buffers import cast_buffers
+from trainer_client.training.model.parameters import ModelParameter
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.node_store import join_processes
+from trainer_client.training.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import typer
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.launch.other_launchers import instead_of
 from trainer_client.launch.ranks import OMP_VARIABLE, Meeting, Ranks, default_ranks, threads_for
 from trainer_client.launch.store import OwnDaemon, check_operators_daemon, refuse_two
-from trainer_client.run.local_daemon import serve_command
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.run.local_daemon import serve_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -14,10 +14,10 @@ from typing import Any
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.documents import parse_toml
 from paramserver.contract.places import check_place
+from trainer_client.client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
+from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ConfigError, StoreUnavailableError
-from trainer_client.run.local_daemon import SOCKET_NAME, LocalDaemon
-from trainer_client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
-from trainer_client.transport.credentials import Credentials
+from trainer_client.training.run.local_daemon import SOCKET_NAME, LocalDaemon
 
 # The most seconds to wait for an operator's daemon, because a daemon that was started just before may still be checking
 # its files.

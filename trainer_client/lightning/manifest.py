@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainer_client.errors import CheckpointError
-from trainer_client.run.checkpoint_files import encode_user_state
+from trainer_client.training.run.checkpoint_files import encode_user_state
 
 # The engine itself keeps these entries.
 _KEPT_BY_ENGINE = ("state_dict", "optimizer_states")

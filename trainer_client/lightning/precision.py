@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 
 
 class EnginePrecision(Precision):

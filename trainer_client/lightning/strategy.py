@@ -27,9 +27,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainer_client import at_exit, zero
+from trainer_client import zero
+from trainer_client.base import at_exit
 from trainer_client.config.paramserver import configured_device_kind
-from trainer_client.engine import Engine
+from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize_with_rates_of_script
 from trainer_client.lightning.devices import follow

@@ -10,13 +10,13 @@ from pydantic import Field, NonNegativeFloat
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.standing import Refused
 from trainer_client.optimizers.torch_optimizer import (
     OptimizerSection,
     ParameterGroup,
     TorchArgumentsSection,
     TorchOptimizer,
 )
-from trainer_client.standing import Refused
 
 
 class AdagradSection(TorchArgumentsSection):

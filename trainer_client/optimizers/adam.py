@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.standing import Refused
 from trainer_client.optimizers.torch_optimizer import (
     Beta,
     OptimizerSection,
@@ -17,7 +18,6 @@ from trainer_client.optimizers.torch_optimizer import (
     TorchArgumentsSection,
     TorchOptimizer,
 )
-from trainer_client.standing import Refused
 
 # The kernel divides the moments by 1 - beta ** count. With this count, which a float represents exactly, the divisor is
 # 1 for every beta below 1 - 2**-46.

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from trainer_client.base.standing import WithoutEffect
 from trainer_client.optimizers.adam import AdamArgumentsSection, to_row
 from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer
-from trainer_client.standing import WithoutEffect
 
 
 class AdamWSection(AdamArgumentsSection):

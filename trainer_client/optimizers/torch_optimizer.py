@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
-from trainer_client.section import Section, is_honoured
-from trainer_client.standing import Refused, WithoutEffect
+from trainer_client.base.section import Section, is_honoured
+from trainer_client.base.standing import Refused, WithoutEffect
 
 ParameterGroup: TypeAlias = dict[str, Any]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -1,7 +1,7 @@
 """The boundaries of activation checkpoints in a rehearsed step, which leave the device as they do in a real one.
 
-The rules of step/boundary.py decide what a boundary is and which ones leave. This module owns the assumption about how
-many of the newest stay, which a real step measures. It must never call a store.
+The rules of training/step/boundary.py decide what a boundary is and which ones leave. This module owns the assumption
+about how many of the newest stay, which a real step measures. It must never call a store.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer_client.config.paramserver import UnitsSection
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.model.unit_policy import choose_policy, find_units
-from trainer_client.step.boundary import Again, Key, Newest, Saved
-from trainer_client.step.boundary_notes import BoundaryNotes
-from trainer_client.step.recall_depth import MOST_STAYING
+from trainer_client.training.model.unit_policy import choose_policy, find_units
+from trainer_client.training.step.boundary import Again, Key, Newest, Saved
+from trainer_client.training.step.boundary_notes import BoundaryNotes
+from trainer_client.training.step.recall_depth import MOST_STAYING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from paramserver.contract.device_reads import DeviceRead, FindHits
 from trainer_client.config.home import Home
-from trainer_client.model.placement import Residence
 from trainer_client.plan.layout import Layout, PlannedUnit
-from trainer_client.run.device_budget import bytes_of_copies
+from trainer_client.training.model.placement import Residence
+from trainer_client.training.run.device_budget import bytes_of_copies
 
 # The copies that stay on the device are the same from step to step after so many of them.
 _SETTLED_STEPS = 3

@@ -14,24 +14,24 @@ from torch import nn
 
 from paramserver.contract.store_need import FindNeed, RefusedJobError, StoreNeed
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.device import CPU
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.device import CPU
 from trainer_client.errors import ConfigError
-from trainer_client.model.buffers import cast_buffers
-from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.gather import is_one_sided
-from trainer_client.model.large_buffers import can_store, entries_of, group_of, planned_numel
-from trainer_client.model.leaves import mark_configured_leaves
-from trainer_client.model.parameters import ModelParameter, list_parameters
-from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
-from trainer_client.model.plain_state import PlainState
-from trainer_client.model.states import placement_bytes
-from trainer_client.model.tiling import Tiling
-from trainer_client.model.unit_policy import choose_policy, find_units
-from trainer_client.run.declaration import assign, flat_groups, open_request
-from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.store_optimizer import make_optimizer
+from trainer_client.training.model.buffers import cast_buffers
+from trainer_client.training.model.flat_group import FlatGroup
+from trainer_client.training.model.gather import is_one_sided
+from trainer_client.training.model.large_buffers import can_store, entries_of, group_of, planned_numel
+from trainer_client.training.model.leaves import mark_configured_leaves
+from trainer_client.training.model.parameters import ModelParameter, list_parameters
+from trainer_client.training.model.placement import GroupPlacement, PlacementPolicy, Residence
+from trainer_client.training.model.plain_state import PlainState
+from trainer_client.training.model.states import placement_bytes
+from trainer_client.training.model.tiling import Tiling
+from trainer_client.training.model.unit_policy import choose_policy, find_units
+from trainer_client.training.run.declaration import assign, flat_groups, open_request
+from trainer_client.training.step.precision import PrecisionPolicy
+from trainer_client.training.store_optimizer import make_optimizer
 
 META = torch.device("meta")
 
@@ -215,7 +215,7 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
 def _slabs_of_buffers(model: nn.Module, parameters: Sequence[ModelParameter]) -> list[int]:
     """Return the elements of a rank's slab of the buffers for which a commit has no room; empty without such buffers.
 
-    run/job.py finds them in the same way.
+    training/run/job.py finds them in the same way.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     left_out = PlainState(model, parameters).to_commit()["left_out"]

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paramserver.contract.store_need import FindNeed, StoreNeed
+from trainer_client.base.lanes.device_lanes import MOST_COPIES_OUT, SLOTS
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.lanes.device_lanes import MOST_COPIES_OUT, SLOTS
-from trainer_client.model.placement import Residence
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies
 from trainer_client.plan.layout import Layout, gathers_one_sided
 from trainer_client.plan.machine import Capacities
 from trainer_client.plan.rehearsal import GradientRule, Rehearsal
-from trainer_client.step.gradients import ReductionSchedule
-from trainer_client.step.recall_depth import MOST_LEAVING, MOST_STAYING
+from trainer_client.training.model.placement import Residence
+from trainer_client.training.step.gradients import ReductionSchedule
+from trainer_client.training.step.recall_depth import MOST_LEAVING, MOST_STAYING
 
 MIB = 1 << 20
 # The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that docs/daemon.md states;
@@ -256,10 +256,10 @@ def _without_staying(rule: GradientRule) -> GradientRule:
 def gradient_rule(
     layout: Layout, config: TrainingConfig, kept: Mapping[str, int], *, device: str, micro_batches: int
 ) -> GradientRule:
-    """Return the rule that gives the bytes of gradients on a rank's device during backward, as in step/gradients.py.
+    """Return the rule that gives the bytes of gradients on a rank's device during backward.
 
-    On a GPU, a gradient whose home is the store is summed up on the device. It leaves as soon as it is complete, or,
-    with several micro-batches, in the last one.
+    It is that of training/step/gradients.py. On a GPU, a gradient whose home is the store is summed up on the device.
+    It leaves as soon as it is complete, or, with several micro-batches, in the last one.
     """
     several = layout.world.size > 1
     # In a step with one backward pass, each unit's gradients are reduced and freed before the pass goes on, with either
@@ -299,7 +299,7 @@ def gradient_rule(
 
 
 def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
-    """Return the bytes of the copies that transport/journal.py keeps, by group."""
+    """Return the bytes of the copies that client/transport/journal.py keeps, by group."""
     section = config.paramserver
     copies = {
         planned.group.name: planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
@@ -339,7 +339,10 @@ def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -
 
 
 def _largest_in_a_slot(layout: Layout, *, one_sided: bool) -> int:
-    """Return the most bytes that pass through a staging slot of an accelerator at once; see lanes/device_lanes.py."""
+    """Return the most bytes that pass through a staging slot of an accelerator at once.
+
+    base/lanes/device_lanes.py has the slots.
+    """
     alone = layout.world.size == 1
     passing = [
         planned.group.partition_bytes if one_sided else planned.group.whole_bytes
@@ -381,7 +384,7 @@ def _collective_buffers(layout: Layout, *, one_sided: bool, is_cpu: bool) -> int
 
 
 def _update_bytes(layout: Layout) -> int:
-    """Return the bytes that the updates on the device take besides the states there (see step/updates.py).
+    """Return the bytes that the updates on the device take besides the states there (see training/step/updates.py).
 
     In the largest update these are an fp32 copy of the gradient if that has another type and, if the states are
     replicated, the whole gradient, which is gathered from all ranks. New parameters whose home is the store stay until

@@ -27,7 +27,7 @@ from trainer_client.plan.machine import Capacities, KnownRates
 from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
 from trainer_client.plan.rehearsal import Rehearsal
 from trainer_client.plan.step_time import StepTime, find_traffic, predict
-from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.training.step.precision import PrecisionPolicy
 
 Raw = Mapping[str, Any]
 # A suggested budget is larger than the need by this factor, because a job needs more in some steps than in others.

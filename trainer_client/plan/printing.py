@@ -17,7 +17,7 @@ from paramserver.contract.sizes import shown_size
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
 from trainer_client.plan.plan import Change, Job, Plan
 from trainer_client.plan.step_time import DEVICE_UPDATE
-from trainer_client.step.recall_depth import MOST_STAYING
+from trainer_client.training.step.recall_depth import MOST_STAYING
 
 GIB = float(1 << 30)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from trainer_client.device import CPU, backend_of
+from trainer_client.base.device import CPU, backend_of
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.rehearsal import Operation, TensorSpec
 from trainer_client.plan.store_probe import probe_directory, update_rate

@@ -25,7 +25,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.plan.boundaries import OffloadRule, RehearsedBoundaries
 from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
-from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+from trainer_client.training.step.precision import PrecisionPolicy, cast_floating_inputs
 
 # The number of steps after which the holes of the heap no longer change.
 _STEPS_OF_A_HEAP = 3

@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paramserver.contract.store_need import StoreNeed
+from trainer_client.base.recorder import Link
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.model.placement import Residence
-from trainer_client.model.states import is_in_store
 from trainer_client.plan.device_copies import NO_COPIES, PlannedCopies, reads_of_pass
 from trainer_client.plan.layout import Layout, PlannedGroup, gathers_one_sided
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.memory import MemoryPlan
 from trainer_client.plan.nodes import UPDATE_BYTES
-from trainer_client.recorder import Link
-from trainer_client.report.step_report import COMPUTE
-from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.training.model.placement import Residence
+from trainer_client.training.model.states import is_in_store
+from trainer_client.training.report.step_report import COMPUTE
+from trainer_client.training.step.gradients import ReductionSchedule
 
 COLLECTIVES = Link.COLLECTIVES.value
 NVME = "nvme"
@@ -145,7 +145,7 @@ def find_traffic(
             if planned.group.trainable:
                 total.update(_trained(planned, unit.uses, rules))
     # If any update changes bytes in the store, each step is committed, with the states that are newer on the device.
-    # Else only those steps are committed that the durability class asks for (run/commits.py).
+    # Else only those steps are committed that the durability class asks for (training/run/commits.py).
     every = config.paramserver.durable_every
     in_store = any(is_in_store(planned) for planned in layout.groups)
     put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
@@ -210,7 +210,7 @@ def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]
     stays = rules.is_cpu and rules.one_sided and home is Home.HOST
     leases = 0 if home is Home.DEVICE else 1 if stays else uses
     leased = leases * (group.whole_bytes if reads_all else group.partition_bytes)
-    # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
+    # Several ranks copy parameters that only pass through the store's memory (training/step/residency.py).
     may_map = rules.is_cpu and reads_all and (home is Home.HOST or not rules.several)
     is_gathered = rules.several and not reads_all
     return {
@@ -259,7 +259,7 @@ def _spilled_gradients(need: StoreNeed, total: Mapping[str, int], config: Traini
     Args:
         passes: how often a complete gradient or a sum leaves the rank. On the CPU it does after each micro-batch that
             is reduced, for the next one or for the update; on a GPU, sums stay there until the last micro-batch
-            (step/gradients.py).
+            (training/step/gradients.py).
     """
     if need.spilled_gradient_bytes > need.placed_gradient_bytes:
         # Those placed in host memory do not fit. No more of them stay there than the admission counts, because

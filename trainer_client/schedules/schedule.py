@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer_client.section import Section
+from trainer_client.base.section import Section
 
 # One value for all parameter groups, or one for each of them.
 PerGroup: TypeAlias = float | Sequence[float]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_client.model.units import Unit, UnitState
+from trainer_client.training.model.units import Unit, UnitState
 
 
 @contextmanager

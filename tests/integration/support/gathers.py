@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer_client import Engine
-from trainer_client.step.gather_counters import GatherCounters
+from trainer_client.training.step.gather_counters import GatherCounters
 
 
 def count_gathers(engine: Engine) -> GatherCounters:

@@ -24,7 +24,7 @@ from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.support.ranks import free_port
-from trainer_client.transport.credentials import Credentials
+from trainer_client.client.transport.credentials import Credentials
 
 LOG_SECONDS = 10.0
 # The daemons that may borrow memory: each has a token and a certificate of this name.

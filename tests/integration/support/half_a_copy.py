@@ -6,10 +6,10 @@ import sys
 import threading
 from pathlib import Path
 
+from trainer_client.client.store_client.connection import Connection
+from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.copying.description import Progress
 from trainer_client.copying.put_step import copy_step
-from trainer_client.store_client.connection import Connection
-from trainer_client.transport.credentials import NO_CREDENTIALS
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from tests.integration.support.equality import assert_equal
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run, build_model
 from trainer_client import zero
-from trainer_client.initial.deferred_init import replay
+from trainer_client.training.initial.deferred_init import replay
 
 
 def build_large() -> nn.Module:

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from trainer_client.config.loading import load_config
-from trainer_client.ranks.collectives import Collectives
-from trainer_client.run.node_store import join_processes
+from trainer_client.training.ranks.collectives import Collectives
+from trainer_client.training.run.node_store import join_processes
 
 SOFT_LIMIT = 256
 

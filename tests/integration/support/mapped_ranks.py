@@ -17,7 +17,7 @@ from torch import nn
 
 import trainer_client
 from tests.integration.support.gathers import count_gathers
-from trainer_client.model.slot_table import PAGED_PARTITION
+from trainer_client.training.model.slot_table import PAGED_PARTITION
 
 WIDTH = 1024
 HOMES = ("cpu", "nvme")

@@ -31,7 +31,7 @@ from tests.integration.support.forked import ROOT, Forked
 from tests.integration.support.mounts import unmount
 from tests.integration.support.operated_run import NO_LIMIT, Plan
 from tests.integration.support.ranks import free_port
-from trainer_client.transport.channel import is_serving, open_channel
+from trainer_client.client.transport.channel import is_serving, open_channel
 
 PAGE = ROOT / "docs" / "runbooks.md"
 UNIT = ROOT / "deploy" / "systemd" / "paramserver@.service"

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import trainer_client
 from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, moments_of
-from trainer_client.transport.rank_store import RankStore
+from trainer_client.client.transport.rank_store import RankStore
 
 RUN = Run(dropout=0.1)
 

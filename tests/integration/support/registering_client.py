@@ -12,9 +12,9 @@ import sys
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.stopped_client import answer, attach
 from tests.unit.storage.builders import Layout
-from trainer_client.transport import arena
-from trainer_client.transport.pinning import Driver
-from trainer_client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport import arena
+from trainer_client.client.transport.pinning import Driver
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 
 def main(address: str, job: str) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paramserver.contract import silence
 from trainer_client.errors import CollectiveError
-from trainer_client.ranks.collectives import Collectives
+from trainer_client.training.ranks.collectives import Collectives
 
 BUSY_THREADS = 4
 

@@ -13,8 +13,8 @@ from typing import Any
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.rank_store import RankStore, SlabName
 from trainer_client.errors import StoreUnavailableError
-from trainer_client.transport.rank_store import RankStore, SlabName
 
 LATE = 0xEE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer_client.run.local_daemon import _START_SECONDS
+from trainer_client.training.run.local_daemon import _START_SECONDS
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 

@@ -21,7 +21,7 @@ from storage.state.slab import NEVER, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
 from tests.unit.storage.builders import Layout, Training, opened
-from trainer_client.step.trace import Clock, Trace
+from trainer_client.training.step.trace import Clock, Trace
 
 UNIT_BYTES = 16 << 10
 UNITS = tuple(f"unit.{index:02}" for index in range(20))

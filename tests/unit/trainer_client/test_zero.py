@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer_client import zero
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import recipe_of, replay
+from trainer_client.training.initial.deferred_init import recipe_of, replay
 
 CONFIG = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
 

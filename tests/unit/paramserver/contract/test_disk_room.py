@@ -10,7 +10,7 @@ import pytest
 
 from paramserver.contract.disk_room import room_of, too_large
 from trainer_client.config.loading import load_config
-from trainer_client.run.local_daemon import _tell_of_full_disk
+from trainer_client.training.run.local_daemon import _tell_of_full_disk
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from paramserver.process.logs import configure_logging
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.hostile_names import EVERY, SURROGATE
-from trainer_client.transport.channel import translate
+from trainer_client.client.transport.channel import translate
 
 
 def assert_harmless(shown: str) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from trainer_client.base.section import Agreement, Section
 from trainer_client.config.keys import leaves
 from trainer_client.config.loading import load_config
 from trainer_client.config.log_lines import describe_clipping, describe_without_effect, keys_without_effect
 from trainer_client.config.reference import entries
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.section import Agreement, Section
 
 # Every key without effect, with a value that is not DeepSpeed's default.
 SET: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import trainer_client
+from trainer_client.base.not_built import NotBuilt
 from trainer_client.deepspeed import groups, names, z3_leaf_module
 from trainer_client.deepspeed.names import TABLE, modules_below, write_stubs
-from trainer_client.not_built import NotBuilt
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,8 @@ from trainer_client.deepspeed.z3_leaf_module import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from trainer_client.model.owners import own
-from trainer_client.model.parameters import list_parameters
+from trainer_client.training.model.owners import own
+from trainer_client.training.model.parameters import list_parameters
 
 
 class Experts(nn.Module):

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.errors import JobConflictError, StoreUnavailableError
 from trainer_client.exchange import first_import
-from trainer_client.run.stored_step import StoreAddress
-from trainer_client.transport.credentials import NO_CREDENTIALS
+from trainer_client.training.run.stored_step import StoreAddress
 
 # The steps of the jobs at each address; the daemon at any other address does not answer.
 STORES: Mapping[str, Mapping[str, int | None]] = {

@@ -10,8 +10,8 @@ from torch import nn
 
 from paramserver.contract.optimizers.registry import apply, state_kinds
 from trainer_client.config.loading import load_config
-from trainer_client.model.parameters import list_parameters
-from trainer_client.store_optimizer import make_optimizer
+from trainer_client.training.model.parameters import list_parameters
+from trainer_client.training.store_optimizer import make_optimizer
 
 LR, BETA1, BETA2, EPS, DECAY = 0.1, 0.9, 0.999, 1e-3, 0.5
 

@@ -14,12 +14,12 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from trainer_client import schedules
+from trainer_client.base.section import Agreement
 from trainer_client.config.loading import load_config
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from trainer_client.schedules.registry import SCHEDULES, make_schedule
-from trainer_client.section import Agreement
 
 PAGE = Path(__file__).parents[4] / "docs" / "schedules.md"
 NAMES = [name for name in SCHEDULES if name in schedules.__all__]

@@ -1,0 +1,604 @@
+"""The attachments of one rank. When its daemon is restarted or has ended its session, the rank attaches again.
+
+[Note: attaching again] A thread of its own does this, because the training thread may be waiting for other ranks, and
+the commit under way needs the votes of all ranks of the node. The thread
+
+1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it. The same daemon counts
+   only if it has said that the session has ended;
+2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
+   Otherwise the rank cannot go on, and every later call raises an error with the reason;
+3. declares the rank's shard groups, and hands over the journal if the commit under way is missing. If the rank has
+   voted for it already, the thread waits for that commit, because until then reads could miss what another rank has not
+   handed over again;
+4. makes the new attachment current, for which the training thread waits in `outlive`.
+
+The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
+arena, from which it copies them. See tests/integration/test_outliving.py.
+
+[Note: the same daemon] A daemon that has ended a session is there, and gives the session's memory to others. Three
+rules make it safe to go on with another session:
+
+- Parameters that were read in place or copied are used only if `Plane.check` of their own session succeeds afterwards,
+  so a rank that was computing with them ends with that error. A device that copies from the arena on its own may read
+  later than any check, so a rank with such a device ends in any case.
+- The store keeps the ranges of gradients that this process was writing, or has handed over for an early update, until
+  the process has unmapped them (paramserver/sessions/quarantine.py). Parked ones are gone unless the journal has them.
+- The job is opened as one that comes back, and only if all ranks of the run at this daemon have lost their sessions.
+  The others have ended otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc
+
+from paramserver.contract.sizes import shown_size
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.base.log_context import carried
+from trainer_client.base.recorder import Cause, Recorder
+from trainer_client.client.transport.attachment import Attachment
+from trainer_client.client.transport.backoff import Backoff
+from trainer_client.client.transport.channel import Pending, wait_until_serving
+from trainer_client.client.transport.credentials import Credentials
+from trainer_client.client.transport.journal import Journal, Vote
+from trainer_client.client.transport.session_state import SessionState
+from trainer_client.errors import (
+    ConfigError,
+    DaemonRestartedError,
+    PermissionDeniedError,
+    SessionEndedError,
+    StepAbortedError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    UnauthenticatedError,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Status codes with which a call can fail because the daemon stops. ABORTED and NOT_FOUND are among them because a
+# stopping daemon ends one session after the other, and then aborts the steps of the ranks that are still attached.
+_MAY_BE_THE_END = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+# Longest time between the failure of a call and the break of the session's stream, if the daemon is lost.
+_SHOWS_SECONDS = 2.0
+# Longest time for which a stopping daemon still answers after it has ended this rank's session.
+_STOPPING_SECONDS = 30.0
+_PAUSE_SECONDS = 0.1
+# The longest pause between two sessions with a daemon that stops.
+_LONGEST_PAUSE_SECONDS = 2.0
+_LOOK_SECONDS = 2.0
+_LOOK_AT_VOTE_SECONDS = 0.02
+_LOOK_AT_COMMIT_SECONDS = 0.5
+# The training thread waits longer than the attaching thread by this time, because the attaching thread knows the reason
+# if it stops.
+_SLACK_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """The job that this rank has opened, and opens again with a new daemon.
+
+    Attributes:
+        job: the request that opened the rank's job.
+        layouts: the names of which the newest committed layout of the job has one; None: it has no committed layout.
+    """
+
+    job: pb.OpenJobRequest
+    layouts: Sequence[str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """Settings of how a rank outlives the loss of its daemon.
+
+    Attributes:
+        timeout_seconds: how long the rank waits for the next daemon.
+        kept_bytes: limit, in bytes, for the copies of gradients, and for the first values of a new job or layout, that
+            the rank keeps until they are committed.
+        durable_every: the number of steps from one durable commit to the next; 0: no commit is durable.
+        is_loud: whether this rank logs the restart as a warning; other ranks log it at level INFO.
+    """
+
+    timeout_seconds: float
+    kept_bytes: int
+    durable_every: int
+    is_loud: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A loss of the session that this rank has outlived: its daemon was restarted, or has ended the session.
+
+    Attributes:
+        seconds: time from the loss of the session until this rank was attached again.
+        step: the newest commit that the daemon has shown then; None: it had no commit.
+        handed_over_again: the commit under way that the new daemon did not have; None: no commit was under way.
+    """
+
+    seconds: float
+    step: int | None
+    handed_over_again: int | None
+
+
+class Attachments:
+    """The current attachment of one rank, and the thread that replaces it after a restart of the daemon.
+
+    Args:
+        attach: opens an attachment; takes `on_lost` by keyword.
+        address: address of the daemon.
+        credentials: token and TLS files to connect with.
+        recorder: records the waits for the next daemon.
+        survival: how the rank outlives restarts of the daemon; None: it ends with its daemon.
+
+    Attributes:
+        current: the newest attachment that this rank may use.
+        journal: what this rank has handed over for the commit under way. A thread holds `changed` while it writes the
+            journal, or reads it together with `current`.
+        changed: the lock of `current` and `journal`; notified when `current` was replaced, or never will be.
+        restarts: the restarts of the daemon that this rank has outlived.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[..., Attachment],
+        address: str,
+        credentials: Credentials,
+        recorder: Recorder,
+        survival: Survival | None = None,
+    ) -> None:
+        self.journal = Journal()
+        self.restarts: list[Restart] = []
+        self._attach = attach
+        self._address = address
+        self._credentials = credentials
+        self._recorder = recorder
+        self._survival: Survival | None = None
+        self._membership: Membership | None = None
+        self._gone: StoreError | None = None
+        # The error with which the daemon that this rank attaches to has ended the rank's session. None if this rank
+        # attaches to another daemon than before.
+        self._ended: SessionEndedError | None = None
+        # The attachment to which the training thread is to hand over what only it can make, and the error of that.
+        self._wants_derived: Attachment | None = None
+        self._not_derived: StoreError | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.changed = threading.Condition(threading.RLock())
+        self.current = attach(on_lost=self._on_lost)
+        if survival is not None:
+            with self.changed:
+                self._survival = survival
+                self.journal.open(survival.kept_bytes, durable_every=survival.durable_every)
+                if self.current.session.failure is not None:
+                    self._on_lost(self.current, self.current.session.failure)
+
+    @property
+    def reattach_seconds(self) -> float:
+        """How long this rank waits for the next daemon; 0: the loss of the daemon is final."""
+        return 0.0 if self._survival is None else self._survival.timeout_seconds
+
+    def comes_back_after(self, attachment: Attachment) -> bool:
+        """Return whether this rank begins another session when the daemon ends that of `attachment`."""
+        return self._survival is not None and attachment.can_come_back
+
+    def join(self, attachment: Attachment, membership: Membership, newest: int | None) -> None:
+        """Note the job that this rank has opened on `attachment`, and its newest commit.
+
+        Raises:
+            StoreError: the session of `attachment` has ended, so that the job has to be opened on the next one.
+        """
+        with self.changed:
+            attachment.session.check()
+            self._membership = membership
+            self.journal.go_on_from(newest)
+
+    def settle(self, layout: str) -> None:
+        """Expect from now on that the job's newest layout is `layout`, because its first values are committed."""
+        with self.changed:
+            self.journal.is_filling = False
+            if self._membership is not None:
+                self._membership = replace(self._membership, layouts=(layout,))
+
+    def stop_reattaching(self) -> None:
+        """Treat the loss of the daemon as final from now on, and end the thread that attaches again."""
+        self._closing.set()
+        with self.changed:
+            self._survival = None
+            self.changed.notify_all()
+        self.current.session.lose_patience()
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the session; idempotent."""
+        self.stop_reattaching()
+        self.current.close()
+
+    def outlive(self, former: Attachment, error: StoreError) -> None:
+        """Wait until another attachment has replaced `former`, on which a call has failed with `error`.
+
+        Raises:
+            StoreError: `error` itself, if the session of `former` has not ended; or the reason why this rank cannot
+                attach again.
+        """
+        if self._survival is None or not may_be_lost(error):
+            raise error
+        with self._recorder.waiting(Cause.DAEMON, self._address):
+            self._outlive(former, error)
+
+    def _outlive(self, former: Attachment, error: StoreError) -> None:
+        if self.current is former and not former.session.ends_within(_SHOWS_SECONDS):
+            raise error
+        with self.changed:
+            deadline = time.monotonic() + (self._survival.timeout_seconds + _SLACK_SECONDS if self._survival else 0.0)
+            while self.current is former and self._gone is None and self._survival is not None:
+                if self._wants_derived is not None:
+                    self._derive(self._wants_derived)
+                elif not self.changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+            if self.current is former:
+                raise self._why_gone() or error from None
+
+    def _derive(self, attachment: Attachment) -> None:
+        """Hand over what only the training thread can make; a failure ends the attempt with this daemon."""
+        try:
+            self.journal.replay(attachment, derives=True)
+        except StoreError as error:
+            self._not_derived = error
+        except BaseException as error:
+            self._not_derived = self._cannot(f"its first values cannot be made again ({error})")
+            raise
+        finally:
+            self._wants_derived = None
+            self.changed.notify_all()
+
+    def retry_over_restarts(self, act: Callable[[Attachment], T]) -> T:
+        """Call `act` with the current attachment, and again with the next one if its daemon is lost; return the result.
+
+        `act` must be idempotent. It can raise StoreError.
+        """
+        while True:
+            attachment = self.current
+            try:
+                return act(attachment)
+            except StoreError as error:
+                self.outlive(attachment, error)
+
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether the daemon was restarted since the last commit, so that reads have to wait for the next one."""
+        with self.changed:
+            return self.journal.awaits_commit
+
+    def wait_for_voted_commit(self) -> None:
+        """Wait, after a restart of the daemon, for the commit that this rank has voted for.
+
+        Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
+        daemon is known to have what all ranks have handed over. Without a restart this returns at once, because the
+        store lets a read wait for the updates that it has, and the ranks meet before any of them reads.
+
+        The other ranks have voted, too, as soon as they have attached again. One that has ended meanwhile never does,
+        so this waits no longer than a rank may take for that. It can raise StoreError.
+        """
+        with self.changed:
+            vote = self.journal.vote if self.journal.awaits_commit else None
+        if vote is not None:
+            self._wait_for_commit(vote, time.monotonic() + self.reattach_seconds + _SLACK_SECONDS)
+
+    def acknowledge(self, step: int) -> None:
+        """Take note that the store has committed a step. Any thread may call this."""
+        with self.changed:
+            self.journal.acknowledge(step)
+            self.changed.notify_all()
+
+    def wait_until_acknowledged(self, step: int, check: Callable[[], None]) -> None:
+        """Wait, on a thread beside the training, until the store has committed a step, whatever becomes of the daemon.
+
+        Args:
+            step: the step, for which this rank has voted or will vote.
+            check: is called again and again, and raises to end the wait. The training thread gets the error of a vote.
+        """
+        with self.changed:
+            while (newest := self.journal.acknowledged) is None or newest < step:
+                check()
+                self.changed.wait(_LOOK_AT_COMMIT_SECONDS)
+
+    def _why_gone(self) -> StoreError | None:
+        return None if self._gone is None else type(self._gone)(self._gone.code, self._gone.message)
+
+    def _on_lost(self, attachment: Attachment, error: StoreError) -> None:
+        """Start the thread that attaches to the next daemon; called on the session's thread."""
+        with self.changed:
+            if self._survival is None or self.current is not attachment or self._closing.is_set():
+                return
+            if isinstance(error, UnauthenticatedError | PermissionDeniedError) or (
+                attachment.session.state is SessionState.ENDED and not self.comes_back_after(attachment)
+            ):
+                self._gone = error
+                self.changed.notify_all()
+                return
+            self._thread = threading.Thread(
+                target=carried(self._attach_again),
+                args=(self._survival, attachment, error),
+                name="paramserver-attach",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def _attach_again(self, survival: Survival, former: Attachment, cause: StoreError) -> None:
+        began = former.session.left_at
+        has_ended = former.session.state is SessionState.ENDED
+        now, most_seconds = time.monotonic(), survival.timeout_seconds
+        deadline = now + most_seconds
+        if not has_ended:
+            # The session itself has waited for the daemon that is gone, so the time counts from its break.
+            deadline = max(began + most_seconds, now + min(most_seconds, _LOOK_SECONDS))
+        level = logging.WARNING if survival.is_loud else logging.INFO
+        if has_ended:
+            log.log(level, "the store daemon at %s has ended this session; beginning another one", self._address)
+        else:
+            shown = self._address, most_seconds
+            log.log(level, "the store daemon at %s is gone; waiting for the next one, at most %g s", *shown)
+        try:
+            restart = self._next(former, cause, began, deadline)
+        except Exception as failure:
+            if not isinstance(failure, StoreError):
+                log.exception("attaching again failed")
+            error = failure if isinstance(failure, StoreError) else self._cannot(str(failure))
+            if not self._closing.is_set():
+                log.error("%s", error.message)
+            with self.changed:
+                self._gone = error
+                self.changed.notify_all()
+            return
+        again = (
+            "" if restart.handed_over_again is None else f"; commit {restart.handed_over_again} was handed over again"
+        )
+        log.log(level, "the run goes on after %.1f s, from commit %s%s", restart.seconds, restart.step, again)
+        self._recorder.restarted()
+        self.restarts.append(restart)
+        former.close_session()
+
+    def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
+        """Attach to the next daemon, and to the one after it if that is lost meanwhile. It can raise StoreError."""
+        while True:
+            attachment = self._wait_for_daemon(former, cause, deadline)
+            self._ended = former.session.ended_by(attachment.epoch)
+            try:
+                newest, again = self._take_up(attachment) if self._membership is not None else (None, None)
+                self._hand_over_again(attachment, deadline)
+            except StoreError as error:
+                over = attachment.session.ends_within(_SHOWS_SECONDS) if may_be_lost(error) else False
+                attachment.close()
+                if not over:
+                    raise
+                former, cause = attachment, error
+                continue
+            except BaseException:
+                attachment.close()
+                raise
+            return Restart(seconds=time.monotonic() - began, step=newest, handed_over_again=again)
+
+    def _wait_for_daemon(self, former: Attachment, cause: StoreError, deadline: float) -> Attachment:
+        """Wait until a daemon serves that has not the session of `former`, and return an attachment to it.
+
+        It can raise StoreError.
+        """
+        reason, backoff = cause.message, Backoff(_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        stops_until = time.monotonic() + _STOPPING_SECONDS
+        while not self._closing.is_set() and (remaining := deadline - time.monotonic()) > 0:
+            try:
+                wait_until_serving(self._address, min(remaining, _LOOK_SECONDS), self._credentials)
+                attachment = self._attach(on_lost=self._on_lost)
+            except (StoreUnavailableError, StoreTimeoutError) as error:
+                reason = error.message
+                self._closing.wait(_PAUSE_SECONDS)
+                continue
+            except ConfigError as error:
+                # A file of the credentials may be just about to be written.
+                reason = str(error)
+                self._closing.wait(_PAUSE_SECONDS)
+                continue
+            if attachment.epoch != former.epoch or former.session.state is SessionState.ENDED:
+                return attachment
+            attachment.close()
+            if time.monotonic() > stops_until:
+                raise cause
+            self._closing.wait(backoff.next_seconds())
+        if self._closing.is_set():
+            raise cause
+        raise StoreUnavailableError(
+            grpc.StatusCode.UNAVAILABLE,
+            f"the store daemon at {self._address} went away, and no other one served there within the "
+            f"paramserver.reattach_timeout_seconds of this run ({reason})",
+        )
+
+    def _take_up(self, attachment: Attachment) -> tuple[int | None, int | None]:
+        """Open this rank's job with a new daemon.
+
+        Returns:
+            The newest commit that the daemon has, and the commit that is to be handed over again (each may be None).
+
+        Raises:
+            StoreError: this rank cannot go on with that daemon, or the daemon was lost.
+        """
+        membership = self._membership
+        assert membership is not None
+        newest, layout = self._open_job(attachment, membership)
+        with self.changed:
+            vote = self.journal.vote
+            # The first commit of a new layout may have the number of a commit of the former one.
+            is_own = self.journal.layout_begun is None or layout == membership.job.layout
+            if vote is not None and newest == vote.step and is_own:
+                self.acknowledge(vote.step)
+            self._check(newest)
+            if newest is not None and newest == self.journal.acknowledged and self._ended is None:
+                # A daemon that was started anew has it, so it is durable.
+                self.journal.note_durable(newest)
+            return newest, self.journal.step
+
+    def _hand_over_again(self, attachment: Attachment, deadline: float) -> None:
+        """Hand a new daemon what the last one had not committed, and make `attachment` the current one.
+
+        The training thread may add to the journal meanwhile. The replay that finds nothing more to do and the change of
+        `current` therefore happen under one hold of the lock. It raises StoreError.
+        """
+        while True:
+            with self.changed:
+                self._check_kept()
+                if not self.journal.replay(attachment):
+                    self._wait_until_derived(attachment, deadline)
+                    continue
+                vote = self.journal.vote
+                if vote is None:
+                    self.current = attachment
+                    self.journal.awaits_commit = True
+                    if attachment.session.failure is not None:
+                        self._on_lost(attachment, attachment.session.failure)
+                    self.changed.notify_all()
+                    return
+            # The wait does not hold the lock, because training threads need it until they have voted.
+            self._wait_for_commit(vote, deadline)
+
+    def _wait_until_derived(self, attachment: Attachment, deadline: float) -> None:
+        """Wait until the training thread, in `outlive`, has handed over what only it can make.
+
+        It can raise StoreError.
+        """
+        self._wants_derived, self._not_derived = attachment, None
+        self.changed.notify_all()
+        self.changed.wait_for(
+            lambda: self._wants_derived is None or self._closing.is_set(), max(0.0, deadline - time.monotonic())
+        )
+        failure = self._not_derived
+        if self._wants_derived is not None:
+            self._wants_derived = None
+            failure = self._cannot("the first values were not made again within paramserver.reattach_timeout_seconds")
+        if failure is not None:
+            raise failure
+
+    def _wait_for_commit(self, vote: Vote, deadline: float) -> None:
+        """Wait until the other ranks of the node have voted, too, and the store has committed.
+
+        It can raise StoreError.
+        """
+        while not vote.call.done() and time.monotonic() < deadline and not self._closing.is_set():
+            self._closing.wait(_LOOK_AT_VOTE_SECONDS)
+        if not vote.call.done():
+            raise self._cannot(
+                f"commit {vote.step} was handed over again, but not by all ranks within "
+                "paramserver.reattach_timeout_seconds"
+            )
+        Pending(vote.call, lambda _: None).wait()
+        self.acknowledge(vote.step)
+
+    def _open_job(self, attachment: Attachment, membership: Membership) -> tuple[int | None, str | None]:
+        """Open the job, and return its newest commit and the name of that commit's layout.
+
+        Raises:
+            DaemonRestartedError, SessionEndedError: it is not the job of this run, or other ranks of the run have gone.
+        """
+        request = pb.OpenJobRequest()
+        request.CopyFrom(membership.job)
+        # With MUST, a daemon that does not have the job refuses instead of creating a new one.
+        has_commit = self.journal.acknowledged is not None
+        request.resume = pb.RESUME_POLICY_MUST if has_commit else pb.RESUME_POLICY_AUTO
+        request.comes_back = self._ended is not None
+        try:
+            opened = attachment.call(attachment.stub.OpenJob, request)
+        except StoreError as error:
+            if error.code is grpc.StatusCode.NOT_FOUND:
+                raise self._cannot(f"it does not have the job of this run ({error.message})") from None
+            if error.code is grpc.StatusCode.FAILED_PRECONDITION or isinstance(error, StepAbortedError):
+                raise self._cannot(error.message) from None
+            raise
+        name = opened.layouts[-1].layout if opened.layouts else None
+        if name not in membership.layouts:
+            raise self._cannot(
+                f"its job {membership.job.job!r} has another history than this run's: it has another state directory, "
+                "or another run has laid the job out anew"
+            )
+        return newest_of(opened), name
+
+    def _check(self, newest: int | None) -> None:
+        """Raise DaemonRestartedError unless `newest`, a daemon's newest commit, is the last acknowledged one."""
+        journal = self.journal
+        # A job that another rank has begun to lay out anew shows no commit until the new layout has one.
+        is_begun = journal.layout_begun is not None and newest is None
+        if newest != journal.acknowledged and (newest is None or newest != journal.returns_to) and not is_begun:
+            is_older = newest is None or (journal.acknowledged or 0) > newest
+            why = (
+                'with paramserver.durability other than "step", commits are gone with the memory of the daemon'
+                if is_older
+                else "another run has continued the job"
+            )
+            raise self._cannot(f"its newest commit is {newest}, and this run is at {journal.acknowledged}: {why}")
+
+    def _check_kept(self) -> None:
+        """Raise DaemonRestartedError if the journal lacks bytes that were handed over."""
+        journal = self.journal
+        if journal.unkept_bytes:
+            what = "first values" if journal.is_filling else "gradients"
+            raise self._cannot(
+                f"commit {journal.step} was under way, and its {what}, {shown_size(journal.unkept_bytes)} of this "
+                f"rank or more, were {self._not_kept}"
+            )
+
+    def gradient_lost(self, group: str) -> StoreUnavailableError:
+        """Return the error for a gradient that only the lost daemon, or the session that has ended, had."""
+        return self._cannot(
+            f"the gradient of {group} was parked there, and the gradients of this rank were {self._not_kept}"
+        )
+
+    @property
+    def _not_kept(self) -> str:
+        if self.journal.is_useful:
+            return "larger than paramserver.kept_gradients: raise that to go on here"
+        return 'not kept, because paramserver.durability is not "step"'
+
+    def activations_lost(self) -> StoreUnavailableError:
+        """Return the error for activations that only the lost daemon, or the session that has ended, had."""
+        return self._cannot("it had activations of this rank's forward, of which the rank has kept no copies")
+
+    def _cannot(self, why: str) -> StoreUnavailableError:
+        if self._ended is not None:
+            return SessionEndedError(
+                self._ended.code,
+                f"this process was silent, or its connection broken, for longer than the store daemon at "
+                f"{self._address} waits, and this run cannot go on with another session: {why}. What was not committed "
+                "is discarded; restart the job, it resumes from the last commit",
+            )
+        return DaemonRestartedError(
+            grpc.StatusCode.UNAVAILABLE,
+            f"the store daemon at {self._address} was restarted, and this run cannot go on with it: {why}. "
+            "What was not committed is gone; restart the job, it resumes from the last commit",
+        )
+
+
+def may_be_lost(error: StoreError) -> bool:
+    """Return whether a call may have failed because its daemon stops or is gone."""
+    return error.code in _MAY_BE_THE_END
+
+
+def newest_of(opened: pb.OpenJobResponse) -> int | None:
+    """Return the newest commit of a job that was opened; None if it has none."""
+    newest: int | None = max((commit.step for commit in opened.committed), default=None)
+    return newest

@@ -1,0 +1,1 @@
+"""The engine, which has the verbs of a training loop."""

@@ -1,0 +1,195 @@
+"""The parts of an engine, what the user sees of its progress, and the calls that are possible in its present phase.
+
+This module owns the count of steps, the user's client state and what of both goes into a commit. It must never begin a
+pass, a step or a commit: states.py and engine.py have these verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_client.client.transport.own_process import OwnProcess
+from trainer_client.engine.getters import EngineGetters
+from trainer_client.errors import PhaseError
+from trainer_client.training.access import StateAccess
+from trainer_client.training.model.gather import Gather
+from trainer_client.training.model.pickling import PlainPickles
+from trainer_client.training.model.placement import Residence
+from trainer_client.training.model.refusals import ModelRefusals
+from trainer_client.training.model.states import PlacedStates
+from trainer_client.training.model.tiling import Tiling
+from trainer_client.training.report.reporter import Reporter
+from trainer_client.training.report.throughput import ThroughputTimer
+from trainer_client.training.run.backward_passes import BackwardPasses
+from trainer_client.training.run.checkpoints import Checkpoints
+from trainer_client.training.run.commits import Commits
+from trainer_client.training.run.context import RankContext, UserObjects
+from trainer_client.training.run.device_copies import DeviceCopies
+from trainer_client.training.run.micro_batches import MicroBatches
+from trainer_client.training.run.run_state import Progress, RunState
+from trainer_client.training.run.state_offload import StateOffload
+from trainer_client.training.step.activations import Activations
+from trainer_client.training.step.hooks import UnitHooks
+from trainer_client.training.step.in_place import InPlaceChanges
+from trainer_client.training.step.phases import Phase
+from trainer_client.training.step.precision import LossScaler, PrecisionPolicy
+from trainer_client.training.step.training_step import TrainingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The objects that an engine calls, made by assembly.py.
+
+    Attributes:
+        tiling: the parameters that are cut into tiles.
+        states: the states of all groups.
+        changes: what the script changes in place.
+        gather: how the units' parameters come together.
+        activations: moves boundaries of activation checkpoints; None: they stay on the device.
+    """
+
+    tiling: Tiling
+    states: Sequence[PlacedStates]
+    changes: InPlaceChanges
+    gather: Gather
+    micro_batches: MicroBatches
+    hooks: UnitHooks
+    step: TrainingStep
+    scaler: LossScaler
+    access: StateAccess
+    commits: Commits
+    passes: BackwardPasses
+    run_state: RunState
+    checkpoints: Checkpoints
+    offload: StateOffload
+    device_copies: DeviceCopies
+    activations: Activations | None
+    reporter: Reporter
+
+
+class EngineCore(EngineGetters):
+    """The base of the engine's verbs. Its public attributes are explained at `Engine`."""
+
+    def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
+        """Join the parts.
+
+        Args:
+            resources: closed when the engine leaves.
+        """
+        super().__init__()
+        self.module = user.module
+        self.training = user.module.training
+        self.optimizer = user.optimizer
+        self.lr_scheduler = user.lr_scheduler
+        self.global_steps = 0
+        self.global_samples = 0
+        self.resumed_step = 0
+        self.client_state: dict[str, Any] = {}
+        self.tput_timer = ThroughputTimer()
+        self.local_rank = rank.local_rank
+        self.device = rank.collectives.device
+        self._settings = rank.settings
+        self._precision = PrecisionPolicy.of(rank.settings)
+        self._store = rank.store
+        self._collectives = rank.collectives
+        self._log_context = rank.log_context
+        self._tiling = parts.tiling
+        self._states = parts.states
+        self._step = parts.step
+        self._hooks = parts.hooks
+        self._changes = parts.changes
+        self._gather = parts.gather
+        self._access = parts.access
+        self._commits = parts.commits
+        self._passes = parts.passes
+        self._scaler = parts.scaler
+        self._run_state = parts.run_state
+        self._checkpoints = parts.checkpoints
+        self._micro_batches = parts.micro_batches
+        self._reporter = parts.reporter
+        self._offload = parts.offload
+        self._device_copies = parts.device_copies
+        self._activations = parts.activations
+        self._resources = resources
+        self._closed = False
+        self._process = OwnProcess()
+        self._was_step_applied = False
+        self._is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
+        self._refusals = ModelRefusals(user.module, is_sharded=self._is_sharded)
+        self._pickles = PlainPickles(user.module, is_sharded=self._is_sharded)
+        self._parameters_of_model = user.parameters
+        # Whether the model has this engine's hooks; and whether it was given to a later engine, or to a checkpoint.
+        self._has_model = True
+        self._was_taken_over = False
+
+    def _require_open(self) -> None:
+        """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""
+        if self._was_taken_over:
+            raise RuntimeError(
+                "the engine has no model any more, because load_state_dict_from_zero_checkpoint() has made it a plain "
+                "one, or a later initialize() has taken it over: close this engine, and call initialize() to train on"
+            )
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._hooks.has_lost_backward:
+            self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.OFFLOADED, Phase.FAILED):
+            raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
+
+    def _require_between_steps(self, what: str) -> None:
+        """Raise RuntimeError unless the engine is between two steps, because `what` is possible only there."""
+        self._require_open()
+        if self._micro_batches.backwards or self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
+
+    def _require_between_passes(self, what: str) -> None:
+        """Raise RuntimeError if a forward waits for its backward, because `what` changes the weights."""
+        self._require_open()
+        if self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{what} is possible where no forward waits for its backward: after backward() or step(), before the "
+                "next forward"
+            )
+
+    def _fail_backward(self, error: BaseException) -> None:
+        """Give up the step and leave the other ranks, if a backward pass was under way, because it has failed."""
+        if self._hooks.abort_backward():
+            self._step.abandon()
+            self._abandon_run("a backward pass", error)
+
+    def _abandon_run(self, what: str, error: BaseException) -> None:
+        """Abandon the run, because this rank cannot take part in the step any more.
+
+        The other ranks must not wait for this rank, neither in a collective nor for its vote in the store. A failure in
+        a forked child is no failure of the rank.
+        """
+        if self._collectives.world_size > 1 and self._process.is_here:
+            self._collectives.abandon(what, error)
+            self._commits.abandon()
+            self._store.close()
+
+    @property
+    def _is_within_step(self) -> bool:
+        """Whether a forward or a backward pass was run since the last step."""
+        return self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
+
+    def _client_state(self, *, ends_step: bool = False) -> bytes:
+        """Return what the next commit carries for this rank: the state at the end of the last step.
+
+        Where a step is under way, this is the state that it began with, because a run that goes on from the commit
+        begins the step anew. If that was not encoded, the generators and buffers are those of this moment.
+
+        Args:
+            ends_step: whether a step ends, so that the script may still change buffers that belong to it.
+        """
+        if not ends_step and self._is_within_step and (state := self._commits.state_of_last_step) is not None:
+            return state
+        progress = Progress(
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            micro_steps=self._micro_batches.micro_steps_of_steps,
+        )
+        return self._run_state.encode(progress, self.client_state, ends_step=ends_step)

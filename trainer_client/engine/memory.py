@@ -1,0 +1,110 @@
+"""The engine's methods about what it has on the device of its rank between two steps, to leave the room to others.
+
+This module owns the order in which states and copies of parameters leave the device and come back. It must never change
+a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from trainer_client.engine.states import EngineStates
+from trainer_client.errors import ConfigError
+from trainer_client.training.run.state_offload import DeviceState
+from trainer_client.training.step.phases import Phase
+
+
+class EngineMemory(EngineStates):
+    """The part of the engine that gives memory of the device back for a while."""
+
+    def empty_partition_cache(self) -> None:
+        """Release the memory of gathered parameters between two steps. The next forward gathers them again.
+
+        Within a step the call has no effect, because the backward pass needs what is still gathered.
+        """
+        self._require_open()
+        if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
+            self._hooks.release_units()
+
+    def offload_states(
+        self,
+        include: Container[DeviceState] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from this rank's device into host memory, to leave the device to another program for a while.
+
+        With the parameters (`lp_params`), the memory of `paramserver.gpu_budget` is given back for that time, too.
+        Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
+        store has anyway does not move. On the CPU, the call makes a copy all the same. A failure brings all states
+        back.
+
+        Args:
+            include: the kinds of state, as `OffloadStateTypeEnum`; None: all.
+            device: only "cpu" is possible.
+            pin_memory: whether to page-lock the copies.
+            non_blocking: whether to return before the copies are complete; page-locked ones only.
+
+        Raises:
+            ConfigError: another device was given.
+            PhaseError: a forward waits for its backward, or a pass or a step is under way.
+            RuntimeError: the engine is closed, or parameters are held by `gathered`.
+        """
+        if str(device) != "cpu":
+            raise ConfigError(f"offload_states(device={str(device)!r}): states can be moved to 'cpu' only")
+        if self._hooks.phase is not Phase.OFFLOADED:
+            self._require_open()
+        if self._access.is_holding:
+            raise RuntimeError("offload_states() within gathered(): leave it first")
+        # The commit under way may still read what the device has.
+        self._commits.wait()
+        self._hooks.begin_offload()
+        which: Container[DeviceState] = list(DeviceState) if include is None else include
+        try:
+            if DeviceState.lp_params in which:
+                self._device_copies.withdraw()
+            self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
+        except BaseException:
+            # All states and the memory for copies come back, also those that an earlier call has moved.
+            self.reload_states()
+            raise
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states that `offload_states` has moved back to the device. Without effect if there are none."""
+        if self._hooks.phase is Phase.OFFLOADED:
+            self._offload.reload(non_blocking=non_blocking)
+            self._device_copies.restore()
+            self._hooks.end_offload()
+
+    def state_devices(self, state: DeviceState) -> set[torch.device]:
+        """Return the devices that have a kind of state of this rank; memory and files of the store are the CPU's."""
+        return self._offload.devices_of(state)
+
+    def set_gpu_budget(self, nbytes: int) -> None:
+        """Change `paramserver.gpu_budget` of this rank, between two steps.
+
+        With less than before, copies of parameters leave the device, and their memory is given back to torch. Use this,
+        for example, before a phase with longer sequences. No effect on the CPU.
+
+        Raises:
+            ConfigError: the number is negative.
+            PhaseError: a forward waits for its backward, or a pass or a step is under way.
+            RuntimeError: the engine is closed, or parameters are held by `gathered`.
+            StoreError: the store refused or failed the call.
+            torch.OutOfMemoryError: the device has too little memory for a larger budget.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"set_gpu_budget({nbytes}): write a number of bytes, 0 for no copies on the device")
+        self._require_open()
+        if self._access.is_holding:
+            raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
+        # The commit under way may still hold leases.
+        self._commits.wait()
+        self._hooks.begin_offload()
+        try:
+            self._device_copies.offer(nbytes)
+        finally:
+            self._hooks.end_offload()

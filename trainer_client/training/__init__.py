@@ -1,0 +1,1 @@
+"""What trains: the model in units, its steps, and its states in a store."""

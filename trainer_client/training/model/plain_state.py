@@ -1,0 +1,125 @@
+"""What a model's files have besides the tensors of the store: further names of tied parameters, buffers, adapters.
+
+A store has no part of a parameter without elements, so these are here, too.
+
+Each commit carries it in its client state, so that a step can be exported from the store alone. This module must never
+keep a copy of a buffer: each commit has the values of its own moment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.training.model.parameters import ModelParameter
+
+# The most bytes of buffers in the client state of a commit, which may have 2 MiB (paramserver/rpc/convert.py), as text,
+# and the user's values need room in it, too. Larger buffers are in slabs, see large_buffers.py.
+MAX_BUFFER_BYTES = 256 << 10
+# The end of the name that torch gives a module's extra state in a state dict.
+_EXTRA_STATE = "_extra_state"
+
+
+class PlainState:
+    """The names and buffers of one model.
+
+    Args:
+        model: the model.
+        parameters: all parameters of the model, each with the name under which the store has it.
+        in_slabs: the names of the buffers that have a slab of their own; see large_buffers.py.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[ModelParameter], in_slabs: Container[str] = frozenset()
+    ) -> None:
+        self._model = model
+        self._in_slabs = in_slabs
+        parameters = tuple(parameters)
+        self._empty = {p.fqn: torch.empty(p.shape, dtype=p.tensor.dtype) for p in parameters if not p.shape.numel()}
+        stored = {id(parameter.tensor): parameter.fqn for parameter in parameters}
+        known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._aliases: dict[str, str] = {}
+        self._buffers: list[str] = []
+        # Entries that a module adds to its state dict by itself, as `get_extra_state` does.
+        self._foreign: list[str] = []
+        self._adapters = _adapter_configs(model)
+        for name, entry in model.state_dict(keep_vars=True).items():
+            fqn = stored.get(id(entry))
+            if fqn is None:
+                (self._buffers if name in known else self._foreign).append(name)
+            elif fqn != name:
+                self._aliases[name] = fqn
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the entries of a plain state dict that are no parameters: buffers, and what modules add."""
+        return [*self._buffers, *self._foreign]
+
+    def larger_buffers(self, committed: Container[str]) -> dict[str, torch.Tensor]:
+        """Return the buffers of a plain state dict that a commit has no room for, by name. They are no copies.
+
+        Quantized and meta tensors are left out, because they have no plain bytes.
+
+        Args:
+            committed: the names of the buffers that the commit has.
+        """
+        buffers = {name: self._model.get_buffer(name).detach() for name in self._buffers if name not in committed}
+        return {name: buffer for name, buffer in buffers.items() if not buffer.is_quantized and not buffer.is_meta}
+
+    def to_commit(self) -> dict[str, Any]:
+        """Return what a commit carries.
+
+        Returns:
+            "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
+            plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
+            of all other entries of the state dict that have no slab either; "adapters": the configs of peft's adapters
+            in JSON, by name; "empty": the parameters without elements, by name, in the model's order.
+        """
+        buffers: dict[str, torch.Tensor] = {}
+        left_out = list(self._foreign)
+        room = MAX_BUFFER_BYTES
+        for name in self._buffers:
+            if name in self._in_slabs:
+                continue
+            buffer = self._model.get_buffer(name)
+            if buffer.nbytes <= room:
+                buffers[name] = buffer.detach()
+                room -= buffer.nbytes
+            else:
+                left_out.append(name)
+        return {
+            "aliases": self._aliases,
+            "buffers": buffers,
+            "left_out": left_out,
+            "adapters": self._adapters,
+            "empty": self._empty,
+        }
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have a `get_extra_state`, by the names of their extra states in the model's state dict.
+
+    A module that the model has under several names has as many extra states there.
+    """
+    return {
+        f"{fqn}.{_EXTRA_STATE}" if fqn else _EXTRA_STATE: module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _adapter_configs(model: nn.Module) -> dict[str, str]:
+    """Return the configs of the adapters of a model of peft, as `save_pretrained` of peft writes them."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        return {}
+    # peft writes sets as lists, and its enumerations are strings.
+    return {
+        name: json.dumps({**config.to_dict(), "inference_mode": True}, default=sorted, indent=2, sort_keys=True)
+        for name, config in configs.items()
+        if hasattr(config, "to_dict")
+    }

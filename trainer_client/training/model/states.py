@@ -1,0 +1,294 @@
+"""This rank's partition of each kind of state of a flat group, in the store or on the device.
+
+Initial values, access between two steps and a resume in another layout read and write partitions here. A training step
+uses only those that live on the device. This module owns these tensors, and the knowledge which of them are newer than
+the store's.
+
+[Note: values that are copied later] The states that live on an accelerator are copied into the store's memory while the
+next step computes. Nothing reads them there before they are committed, and the trainer waits for the commit before its
+next update, or whatever else changes them. The script may change parameters that it always sees, at stages 0 to 2, at
+any moment, so these are copied from a copy on the device, which is freed as soon as it was read. If the device has no
+room for it, they are handed over at once, and so are parameters whose home is the store, because the next forward reads
+them there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from paramserver.contract.kinds import MASTER, PARAM, Kind
+from trainer_client.base.device import CPU
+from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.planes import LeasedBytes
+from trainer_client.client.transport.rank_store import LaterValues, RankStore, Value
+from trainer_client.config.home import Home
+from trainer_client.training.model.flat_group import Digests, FlatGroup
+from trainer_client.training.model.placement import GroupPlacement, Residence
+from trainer_client.training.ranks.collectives import Collectives
+
+
+class Placed(Protocol):
+    """A flat group that has a placement: its states, or what a plan has of them."""
+
+    @property
+    def group(self) -> FlatGroup: ...
+
+    @property
+    def placement(self) -> GroupPlacement: ...
+
+
+class GroupStates(Protocol):
+    """The contract of a flat group's states; its kinds are `group.kinds`."""
+
+    @property
+    def group(self) -> FlatGroup: ...
+
+    def read(self, kind: Kind) -> torch.Tensor:
+        """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`.
+
+        Where the parameters are always there, they have what the script has changed in place.
+        """
+
+    def hand_over(
+        self,
+        values: Mapping[Kind, torch.Tensor],
+        step: int,
+        again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
+    ) -> None:
+        """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converting the dtype.
+
+        A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards. For `again`
+        see `RankStore.put`.
+        """
+
+    def refill(self) -> None:
+        """Gather the other ranks' partitions into what this rank keeps of them, after `hand_over`.
+
+        All ranks must call this.
+        """
+
+
+class PlacedStates:
+    """The states of a flat group; each kind lives in the store or on the device, as `placement` says.
+
+    Attributes:
+        group: the flat group.
+        placement: where its kinds live.
+        held: the kinds that live on the device: each [slot_table.numel] if states are replicated, else
+            [partition_numel].
+    """
+
+    def __init__(self, group: FlatGroup, placement: GroupPlacement, store: RankStore, collectives: Collectives) -> None:
+        self.group = group
+        self.placement = placement
+        self.held: dict[Kind, torch.Tensor] = {}
+        self._store = store
+        self._collectives = collectives
+        # The kinds whose values here are newer than the store's, [partition_numel] each.
+        self._newer: dict[Kind, torch.Tensor] = {}
+        self._loading: Pending[list[LeasedBytes]] | None = None
+        # The digests of the parameters as the engine has left them; None if it has changed them since, or if no
+        # parameters are always there.
+        self._noted: Digests | None = None
+        replicated = placement.residence is Residence.REPLICATED
+        self._own = slice(group.start, group.stop) if replicated else slice(None)
+        if placement.parameters is Home.DEVICE:
+            group.keep(placement.residence)
+            assert group.partition is not None
+            self.held[PARAM] = group.flat if replicated else group.partition
+        if placement.optimizer is Home.DEVICE:
+            numel = group.slot_table.numel if replicated else group.slot_table.partition_numel
+            for kind in group.kinds[1:]:
+                self.held[kind] = torch.zeros(numel, dtype=group.dtype_of(kind), device=group.device)
+
+    @property
+    def is_in_store(self) -> bool:
+        """See the function of this name."""
+        return is_in_store(self)
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether the store is given gradients of the group before the step is made."""
+        on_device = self.placement.gradients is Home.DEVICE and self.placement.optimizer is Home.DEVICE
+        return self.group.trainable and not on_device
+
+    @property
+    def given_gradient_bytes(self) -> int:
+        """Bytes of this rank's part of the gradient that the store is given in a step."""
+        group = self.group
+        return group.slot_table.partition_numel * group.gradient_dtype.itemsize if self.gives_gradients else 0
+
+    @property
+    def is_always_there(self) -> bool:
+        """Whether a rank always has the whole parameters, so that the script can change them at any moment."""
+        return self.placement.residence is not Residence.SHARDED
+
+    @torch.no_grad()
+    def read(self, kind: Kind) -> torch.Tensor:
+        self.group.take_back()
+        values = self.held[kind][self._own].to("cpu", copy=True) if kind in self.held else self._read_stored(kind)
+        if kind == MASTER and PARAM in self.held and self.is_always_there:
+            return _with_changes(values, self.held[PARAM][self._own].to("cpu"))
+        return values
+
+    def note_parameters(self) -> None:
+        """Take note of the parameters as the engine has left them, if they are always there. Idempotent."""
+        if self.is_always_there and self._noted is None:
+            self._noted = self.group.digests()
+
+    def find_changes(self) -> list[bool] | torch.Tensor:
+        """Return for each parameter whether the script has changed it since `note_parameters`.
+
+        On an accelerator the answer is one for all of them, 0-D there, without a wait for the device. It can raise
+        ConfigError, see `FlatGroup.take_back`.
+        """
+        if self._noted is None:
+            return []
+        self.group.take_back()
+        now = self.group.digests()
+        if isinstance(now, torch.Tensor) or isinstance(self._noted, torch.Tensor):
+            return torch.as_tensor(now != self._noted)
+        return [before != after for before, after in zip(self._noted, now, strict=True)]
+
+    @torch.no_grad()
+    def adopt(self, step: int) -> None:
+        """Make the parameters count that the script has changed in place. Every rank has to `refill` afterwards.
+
+        They become a part of the uncommitted `step`: at once if the store updates the group, otherwise when the step is
+        handed over. An element of the fp32 master weight stays as it is where the parameter is the rounded element.
+        """
+        if self.is_in_store:
+            self.hand_over({kind: self.read(kind) for kind in self.group.weight_kinds}, step)
+            return
+        self._noted = None
+        if (master := self.held.get(MASTER)) is not None:
+            master.copy_(_with_changes(master, self.held[PARAM]))
+            self._newer[MASTER] = master[self._own]
+        self._newer[PARAM] = self.held[PARAM][self._own]
+
+    @torch.no_grad()
+    def hand_over(
+        self,
+        values: Mapping[Kind, torch.Tensor],
+        step: int,
+        again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
+    ) -> None:
+        if PARAM in values:
+            self._noted = None
+        for kind in self.held.keys() & values.keys():
+            self.held[kind][self._own].copy_(values[kind])
+            self._newer.pop(kind, None)
+        self._store.put(self._named(values), step, None if again is None else lambda: self._named(again()))
+
+    def refill(self) -> None:
+        residence = self.placement.residence
+        if residence is Residence.RESIDENT and self.group.partition is not None:
+            self._collectives.all_gather_flat(self.group.flat, self.group.partition)
+        elif residence is Residence.REPLICATED:
+            for tensor in self.held.values():
+                self._collectives.all_gather_flat(tensor, tensor[self._own])
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Copy the kinds that live on the device from the store's newest step. Every rank has to `refill` then."""
+        for kind, tensor in self.held.items():
+            tensor[self._own].copy_(self._read_stored(kind))
+
+    def start_load_parameters(self) -> None:
+        """Request the updated parameters, if they live on the device and the store updates them. It does not wait.
+
+        Idempotent until `load_parameters` or `release_parameter_leases`.
+        """
+        if self.group.partition is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
+            self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
+
+    @torch.no_grad()
+    def load_parameters(self) -> None:
+        """Copy the parameters that `start_load_parameters` has requested. Every rank has to `refill` afterwards."""
+        pending, self._loading = self._loading, None
+        if pending is not None and self.group.partition is not None:
+            self._noted = None
+            with self._store.holding(pending) as (leased,):
+                target = self.group.partition.view(torch.uint8)
+                for piece in leased.pieces():
+                    target[piece].copy_(leased.data[piece])
+
+    def release_parameter_leases(self) -> None:
+        """Release the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
+        pending, self._loading = self._loading, None
+        if pending is not None:
+            pending.release_when_granted()
+
+    def note_update(self, parameters: torch.Tensor | None = None) -> None:
+        """Note that an update on the device has changed the kinds there.
+
+        `parameters` [partition_numel] are the new parameters if they live in the store.
+        """
+        self._noted = None
+        self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
+        if parameters is not None:
+            self._newer[PARAM] = parameters
+
+    @torch.no_grad()
+    def flush(self, step: int) -> LaterValues | None:
+        """Hand over the kinds whose values here are newer than the store's as the version of `step`.
+
+        Return those which are not handed over yet, because the caller may do it while the next step computes; see
+        [Note: values that are copied later].
+        """
+        newer, self._newer = self._newer, {}
+        later = {kind: values for kind, values in newer.items() if kind in self.held and values.device.type != CPU}
+        unchanging = dict(later)
+        if PARAM in later and self.placement.residence is not Residence.SHARDED:
+            try:
+                unchanging[PARAM] = self._copy_on_device(later[PARAM])
+            except torch.OutOfMemoryError:
+                del later[PARAM], unchanging[PARAM]
+        if at_once := {kind: values for kind, values in newer.items() if kind not in later}:
+            self._store.put(self._named(at_once), step)
+        return LaterValues(values=self._named(unchanging), kept=self._named(later)) if later else None
+
+    def _copy_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    def _read_stored(self, kind: Kind) -> torch.Tensor:
+        with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):
+            values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
+        return values
+
+    def _named(self, values: Mapping[Kind, torch.Tensor]) -> Sequence[Value]:
+        dtype_of, slab = self.group.dtype_of, self.group.slab
+        return [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()]
+
+
+def _with_changes(master: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """Return fp32 weights [n] with the values of those parameters [n] that are not the rounded weights."""
+    bits = {2: torch.int16, 4: torch.int32}[parameters.itemsize]
+    is_same = master.to(parameters.dtype).view(bits) == parameters.view(bits)
+    return torch.where(is_same, master, parameters.float())
+
+
+def is_in_store(placed: Placed) -> bool:
+    """Return whether an update of the group changes bytes in the store, so that every step has to be committed."""
+    on_device = placed.placement.parameters is Home.DEVICE and placed.placement.optimizer is Home.DEVICE
+    return placed.group.trainable and not on_device
+
+
+def placement_bytes(states: Iterable[Placed]) -> dict[str, dict[str, int]]:
+    """Return this rank's bytes by home, for each of parameters, gradients and optimizer."""
+    totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
+    for state in states:
+        group, placement = state.group, state.placement
+        partition, whole = group.slot_table.partition_numel, group.slot_table.numel
+        resident = placement.residence is not Residence.SHARDED
+        replicated = placement.residence is Residence.REPLICATED
+        totals["parameters"][placement.parameters.value] += (whole if resident else partition) * group.dtype.itemsize
+        if group.trainable:
+            kept = sum(group.dtype_of(kind).itemsize for kind in group.kinds[1:])
+            totals["gradients"][placement.gradients.value] += partition * group.gradient_dtype.itemsize
+            totals["optimizer"][placement.optimizer.value] += (whole if replicated else partition) * kept
+    return {kind: dict(counter) for kind, counter in totals.items()}

@@ -1,0 +1,88 @@
+"""A writer of Chrome traces, the JSON files that https://ui.perfetto.dev and chrome://tracing open.
+
+Format: "Trace Event Format" (Google, 2016), with complete events ("X", microseconds) and metadata events ("M") that
+name processes and rows. This module owns nothing. It must never leave an incomplete file under the name that the caller
+gives.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paramserver.contract.durable_files import replace
+from trainer_client.base.recorder import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A heading of the trace and the spans under it; those of all processes of a trace are on one clock."""
+
+    name: str
+    spans: Sequence[Span]
+
+
+def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Sequence[str]) -> None:
+    """Write the trace to `path`, atomically.
+
+    Args:
+        path: the file, which is replaced if it exists.
+        processes: the headings of the trace, in their order on the screen.
+        began: the time on the spans' clock at which the trace begins, in seconds.
+        rows: names of rows in their order on the screen; rows with other names follow.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    events = [event for pid, process in enumerate(processes, start=1) for event in _events(pid, process, began, rows)]
+    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+    replace(path, lambda file: json.dump(trace, codecs.getwriter("utf-8")(file)))
+
+
+def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process.name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    by_row: dict[str, list[Span]] = defaultdict(list)
+    for span in process.spans:
+        by_row[span.row].append(span)
+    order = {row: index for index, row in enumerate(rows)}
+    tid = 0
+    for row in sorted(by_row, key=lambda row: (order.get(row, len(order)), row)):
+        for number, lane in enumerate(_lanes(by_row[row]), start=1):
+            tid += 1
+            name = row if number == 1 else f"{row} ({number})"
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+            for span in lane:
+                event: dict[str, Any] = {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "cat": row,
+                    "name": span.name,
+                    "ts": (span.began - began) * 1e6,
+                    "dur": (span.ended - span.began) * 1e6,
+                }
+                if span.nbytes:
+                    event["args"] = {"bytes": span.nbytes}
+                yield event
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over as few lanes as possible so that none overlap within a lane.
+
+    The format requires that, because overlapping events of one row have to be nested.
+    """
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        lane = next((lane for lane in lanes if lane[-1].ended <= span.began), None)
+        if lane is None:
+            lanes.append([span])
+        else:
+            lane.append(span)
+    return lanes

@@ -1,0 +1,246 @@
+"""The retention of checkpoints: where those of a job are, which are old, and which kept steps none of them needs.
+
+Rank 0 asks this of its store and of the directories. This module must never call a step unneeded only because its
+directory cannot be found, for example because a file system is not mounted.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.config.checkpoints import CheckpointsSection
+from trainer_client.errors import CheckpointError, TrainerClientError
+from trainer_client.training.run import checkpoint_files as files
+from trainer_client.training.run.checkpoint_files import Manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Present:
+    """A checkpoint of this job that this process has seen in its directory.
+
+    Attributes:
+        is_renamed: whether the directory is not the one that the checkpoint was saved in.
+        device: the device that has the directory.
+        stamp: what `_stamp_of` returned for the manifest.
+    """
+
+    directory: Path
+    tag: str
+    is_renamed: bool
+    device: int
+    stamp: tuple[int, int] | None
+    global_steps: int
+    saved_at: float
+    metric: float | None
+
+
+class Retention:
+    """The checkpoints of one job that rank 0 has seen, and what the config says of their number."""
+
+    def __init__(self, store: RankStore, job: str, section: CheckpointsSection) -> None:
+        self._store = store
+        self._job = job
+        self._section = section
+        # The checkpoints of this job that were seen in their directories, by the name of the kept step.
+        self._seen: dict[str, _Present] = {}
+        self._warned: set[str] = set()
+
+    def was_saved_in(self, directory: Path, manifest: Manifest) -> bool:
+        """Return whether the store keeps the step for the checkpoint in `directory`, which has this manifest.
+
+        The manifest may be a copy of another checkpoint's, which needs the step as well. It can raise StoreError.
+        """
+        if manifest.job != self._job:
+            return False
+        if (present := self._seen.get(manifest.kept)) is not None:
+            return present.directory.resolve() == directory.resolve()
+        notes = {step.name: step.note for step in self._store.list_kept_steps()}
+        return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
+
+    def note(self, manifest: Manifest, directory: Path, *, is_renamed: bool = False) -> None:
+        """Take note of a checkpoint that is in a directory. It can raise OSError."""
+        self._seen[manifest.kept] = _Present(
+            directory=directory,
+            tag=manifest.tag,
+            is_renamed=is_renamed,
+            device=directory.stat().st_dev,
+            stamp=_stamp_of(directory),
+            global_steps=manifest.global_steps,
+            saved_at=manifest.saved_at,
+            metric=manifest.metric,
+        )
+
+    def drop(self, name: str) -> None:
+        """Take note that no checkpoint needs the kept step of this name any more."""
+        self._seen.pop(name, None)
+
+    def unneeded(self, newest: Manifest) -> list[str]:
+        """Return the kept steps that no checkpoint needs any more, and remove the manifests of old checkpoints.
+
+        If the store does not answer, this is only logged, because the checkpoint `newest` is saved, and the next save
+        calls this again.
+        """
+        try:
+            return self._unneeded(newest)
+        except TrainerClientError as error:
+            log.warning("old checkpoints are not removed: %s", error)
+            return []
+
+    def _unneeded(self, newest: Manifest) -> list[str]:
+        """Do what `unneeded` says. It can raise StoreError.
+
+        If a step's checkpoint is neither in its directory nor near it, the step is not needed if
+        this process has seen the directory before on the file system that is mounted now. Otherwise that file system
+        may only be unmounted, so the step is kept, and a warning says how to forget it.
+        """
+        steps = self._store.list_kept_steps()
+        before, self._seen = self._seen, {}
+        manifests_below = cache(_manifests_below)
+        gone = []
+        for step in steps:
+            name, present = step.name, before.get(step.name)
+            if present is None and not step.note:
+                continue
+            directory = Path(step.note) if present is None else present.directory
+            is_gone = False
+            # A directory that cannot be read is not gone.
+            with suppress(OSError):
+                if self._find(name, directory, present, manifests_below):
+                    continue
+                is_gone = present is not None and present.device == _device_of(directory)
+            if is_gone:
+                # The Trainer of transformers deletes the oldest one at each save, so this is no warning.
+                log.info(
+                    "the checkpoint %s was deleted, and is not under another name near there: its step is forgotten",
+                    directory,
+                )
+                gone.append(name)
+            elif name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "the store keeps a step for the checkpoint %s, which is not there: if it was deleted, run "
+                    "`paramserver-admin forget %s %s`",
+                    *(directory, self._job, name),
+                )
+        return [*gone, *self._remove_old(newest.kept)]
+
+    def _find(
+        self,
+        name: str,
+        directory: Path,
+        present: _Present | None,
+        manifests_below: Callable[[Path], Mapping[Path, Manifest]],
+    ) -> bool:
+        """Look for the checkpoint of a kept step, take note of where it is, and return whether it was found.
+
+        Its user may have renamed the directory, or the one above it. It can raise OSError.
+
+        Args:
+            name: name of the kept step.
+            directory: the directory in which the checkpoint was saved, or seen last.
+            present: what was seen of it before.
+            manifests_below: `_manifests_below`, with the results of earlier calls.
+        """
+        stamp = _stamp_of(directory)
+        if present is not None and stamp is not None and stamp == present.stamp:
+            self._seen[name] = present
+            return True
+        if stamp is None and name in self._warned:
+            return False
+        found = _of_step(name, manifests_below(directory.parent))
+        if not found:
+            above = directory.parent.parent
+            found = _of_step(name, _manifests_at(above.glob(f"*/{glob.escape(directory.name)}/{files.MANIFEST}")))
+        if not found:
+            return False
+        place = directory if directory in found else next(iter(found))
+        was_renamed = present is not None and present.is_renamed
+        self.note(found[place], place, is_renamed=was_renamed or place != directory)
+        return True
+
+    def _remove_old(self, newest: str) -> list[str]:
+        """Remove the manifests that the retention of the config does not keep, and return the names of their steps.
+
+        A manifest that cannot be removed stays with its step, until a later save succeeds in removing it.
+        """
+        # A directory that was renamed is its user's own, so the retention does not count it.
+        present = {name: seen for name, seen in self._seen.items() if not seen.is_renamed}
+        needed = _to_keep(present, self._section)
+        removed = []
+        for name in present.keys() - needed - {newest}:
+            directory = present[name].directory
+            try:
+                files.remove(directory, present[name].tag)
+            except OSError as error:
+                log.warning("the old checkpoint %s is not removed: %s", directory, error)
+                continue
+            del self._seen[name]
+            removed.append(name)
+        return removed
+
+
+def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[str]:
+    """Return the names of the checkpoints that the retention keeps; all names if the section sets no number."""
+    if section.keep_last is None and section.keep_every is None and section.keep_best is None:
+        return set(seen)
+    # A run that has gone back to an earlier step saves steps with lower numbers later.
+    newest = sorted(seen, key=lambda name: seen[name].saved_at, reverse=True)
+    sign = 1 if section.best == "min" else -1
+    # A metric that is not a number (NaN) is never the best.
+    metrics = {name: metric for name in newest if (metric := seen[name].metric) is not None and not math.isnan(metric)}
+    best = sorted(metrics, key=lambda name: sign * metrics[name])
+    kept = set(newest[: section.keep_last or 1])
+    kept |= set(best[: section.keep_best or 0])
+    if section.keep_every is not None:
+        kept |= {name for name, present in seen.items() if present.global_steps % section.keep_every == 0}
+    return kept
+
+
+def _manifests_below(parent: Path) -> dict[Path, Manifest]:
+    """Return the manifests one and two levels below a directory, by the directories that have them."""
+    return _manifests_at([*parent.glob(f"*/{files.MANIFEST}"), *parent.glob(f"*/*/{files.MANIFEST}")])
+
+
+def _manifests_at(paths: Iterable[Path]) -> dict[Path, Manifest]:
+    """Return the manifests that can be read, by the directories that have them, sorted."""
+    found = {}
+    for path in sorted(paths):
+        with suppress(CheckpointError, OSError):
+            found[path.parent] = files.read_manifest(path.parent)
+    return found
+
+
+def _of_step(name: str, manifests: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
+    return {place: manifest for place, manifest in manifests.items() if manifest.kept == name}
+
+
+def _stamp_of(directory: Path) -> tuple[int, int] | None:
+    """Return what identifies the content of the manifest in a directory; None if there is none.
+
+    It can raise OSError.
+    """
+    try:
+        found = (directory / files.MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _device_of(path: Path) -> int | None:
+    """Return the number of the device that has a path, or the nearest existing directory above it."""
+    for place in (path, *path.parents):
+        try:
+            return place.stat().st_dev
+        except OSError:
+            continue
+    return None

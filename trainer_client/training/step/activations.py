@@ -1,0 +1,545 @@
+"""The boundaries of activation checkpoints, which wait in the store between forward and backward.
+
+torch's activation checkpointing keeps the inputs of each checkpointed part, its boundary, and computes all else again.
+This module moves boundaries off the device: into the store's host memory, from where the store may write them to NVMe,
+and back ahead of the backward pass. It owns them from the moment at which torch saves them until torch drops them. It
+must never change what the model computes, nor touch other tensors that torch saves.
+
+[Note: which tensors are boundaries] Within `Activations.saving`, torch asks `pack` what to keep for each tensor that
+autograd saves. A tensor is a boundary if the code of torch.utils.checkpoint saves it, directly or through an
+autograd.Function. All other tensors stay what they are; `pack` only notes their version, because torch does not compare
+versions itself where hooks are set. Within a checkpointed part torch's own hooks are in place, or nothing is saved.
+
+[Note: the life of a boundary] A boundary stays on the device until `RecallDepth.staying` newer ones were saved, because
+backward needs the newest first: those have no time to go and come. Then memory of the store is leased, the out-lane
+copies the bytes, and the lease is parked. When backward takes a boundary, the ones before it are recalled, as many as
+hide the time of a recall behind the backward of the parts between; the nearest of them begins its copy to the device.
+What comes back stays on the device until torch drops it. If the store has no room, a boundary stays where it is.
+
+[Note: boundaries that are computed again] While `RecomputeChoice.is_on`, a boundary that is the output of a segment
+(see segments.py) is not kept at all, if the inputs of that segment are: this is each second one in a row of blocks. Its
+bytes are freed when the next such boundary is saved. When backward takes it, the segment runs again, before torch runs
+the block whose input it is.
+
+[Note: who drops a boundary] torch drops what `pack` returned when the backward of that part is over, or the graph is
+gone. This may happen on any thread and within any call, so `Boundary.__del__` only puts the lease into a queue, which
+the next call of `Activations` empties.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paramserver.contract.sizes import shown_size
+from trainer_client.base.device import CPU
+from trainer_client.base.lanes.lanes import CopyAhead, Lanes
+from trainer_client.base.recorder import Cause, Link, Recorder
+from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.planes import LeasedBytes, check
+from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.errors import StoreBudgetError, StoreUnavailableError
+from trainer_client.training.step.boundary import (
+    CHANGED,
+    Again,
+    Boundary,
+    Dropped,
+    Kept,
+    Key,
+    Newest,
+    Saved,
+    check_version,
+)
+from trainer_client.training.step.boundary_notes import BoundaryNotes
+from trainer_client.training.step.recall_depth import MOST_LEAVING, RecallDepth
+from trainer_client.training.step.recompute_choice import RecomputeChoice, StepWaits
+
+log = logging.getLogger(__name__)
+
+
+class Activations:
+    """The boundaries of one rank.
+
+    Args:
+        store: keeps them.
+        lanes: copies them.
+        recorder: takes note of bytes and waits.
+        device: the device of the rank; tensors of other devices are left alone.
+        kept_bytes: the bytes of the newest boundaries that stay on the device.
+        smallest_bytes: boundaries with fewer bytes stay there, too.
+        choice: says whether boundaries are computed again.
+        synchronizes: whether to wait for the device at each boundary.
+        profiles: whether to log bytes and waits of each step.
+    """
+
+    def __init__(
+        self,
+        store: RankStore,
+        lanes: Lanes,
+        recorder: Recorder,
+        device: torch.device,
+        *,
+        kept_bytes: int,
+        smallest_bytes: int,
+        choice: RecomputeChoice,
+        synchronizes: bool = False,
+        profiles: bool = False,
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._recorder = recorder
+        self._device = device
+        self._choice = choice
+        self._notes: BoundaryNotes[Boundary] = BoundaryNotes(
+            self, StorageWeakRef, device=device, smallest_bytes=smallest_bytes
+        )
+        self._synchronizes = synchronizes and device.type != CPU
+        self._profiles = profiles
+        self._next_index = 0
+        # The boundaries that torch has not dropped, by their number.
+        self._order: dict[int, weakref.ref[Boundary]] = {}
+        self._dropped: deque[Dropped] = deque()
+        # The newest boundaries, which have not left the device yet.
+        self._staying: Newest[Boundary] = Newest(kept_bytes)
+        # The boundaries whose copies into the store may not be done, and the leases whose parking may not be.
+        self._leaving: deque[weakref.ref[Boundary]] = deque()
+        self._parking: deque[LeasedBytes] = deque()
+        # A lease that was requested before a boundary needs it, with its size.
+        self._next_lease: tuple[int, Pending[LeasedBytes]] | None = None
+        # The leases that the device may still copy from, and the last call that has released some of them.
+        self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
+        self._released: Pending[None] | None = None
+        self._depth = RecallDepth(lanes.stopwatch)
+        # The numbers of boundaries that have left the device in this forward, and in the last one.
+        self._sent = self._sent_before = 0
+        # The size from which on the store has refused boundaries in this step; None if it has refused none.
+        self._refused_bytes: int | None = None
+        self._has_warned = False
+        self._sums = _Sums()
+        self._step_began = time.monotonic()
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules compute boundaries again, where checkpoints enclose them."""
+        if self._choice.mode is not False:
+            self._notes.segments.watch(modules)
+
+    @property
+    def is_running_again(self) -> bool:
+        """Whether a module is being run again for a boundary, in a forward whose graph has no backward."""
+        return self._notes.segments.is_running_again
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Enclose a forward, whose boundaries may leave the device."""
+        self._collect()
+        self._depth.pause()
+        self._sent = 0
+        self._notes.segments.is_watching = self._choice.is_on
+        try:
+            with saved_tensors_hooks(self._notes.pack, self._unpack):
+                yield
+        finally:
+            if self._next_lease is not None:
+                self._next_lease[1].release_when_granted()
+                self._next_lease = None
+            self._sent_before = self._sent
+            self._notes.segments.is_watching = False
+            self._notes.segments.forget()
+            self._collect()
+
+    def close(self) -> None:
+        """Forget all boundaries, whose leases end with the session, so that nothing views its memory. Idempotent."""
+        boundaries = [each for reference in self._order.values() if (each := reference()) is not None]
+        for boundary in boundaries:
+            if boundary.leaving is None or boundary.leaving.is_done:
+                boundary.give_up()
+        self._notes.segments.close()
+        self._dropped.clear()
+        self._landing.clear()
+        self._parking.clear()
+        self._released = self._next_lease = None
+
+    def end_step(self, step: int) -> None:
+        """Give back all boundaries, because the step is over and no backward of its forwards follows.
+
+        All ranks must call this. It waits for them if they choose whether boundaries are computed again.
+
+        torch may keep the graph of a forward that has failed, or had no backward, for as long as the process lives.
+        """
+        self._collect()
+        for boundary in [each for reference in self._order.values() if (each := reference()) is not None]:
+            # The device may still write to the lease of one that is leaving; the next step gives that back.
+            if boundary.leaving is None or boundary.leaving.is_done:
+                self._dropped.append(boundary.give_up())
+        self._staying.clear()
+        self._notes.end_step()
+        self._collect()
+        refused, self._refused_bytes = self._refused_bytes, None
+        sums, self._sums = self._sums, _Sums()
+        began, self._step_began = self._step_began, time.monotonic()
+        waited = sums.out_seconds + sums.in_seconds
+        self._choice.end_step(
+            StepWaits(
+                seconds=self._step_began - began,
+                waited_seconds=waited,
+                again_bytes=sums.again_bytes,
+                is_refused=refused is not None,
+            )
+        )
+        if self._profiles and sums.saved_bytes:
+            log.info(
+                "boundaries of step %d: %s, %s of them moved to the store and %s computed again; waited %.3f s "
+                "for room in the store, and %.3f s for bytes from it",
+                step,
+                *map(shown_size, (sums.saved_bytes, sums.moved_bytes, sums.again_bytes)),
+                *(sums.out_seconds, sums.in_seconds),
+            )
+
+    # These methods are called by torch.
+
+    def _unpack(self, packed: Kept | Saved[Boundary]) -> torch.Tensor:
+        """Return the tensor for which `pack` returned `packed`."""
+        if isinstance(packed, Kept):
+            return packed.unpack()
+        boundary = packed.boundary
+        self._collect()
+        if self._synchronizes:
+            torch.accelerator.synchronize(self._device)
+        if boundary.data is None and boundary.again is not None:
+            boundary.take(boundary.again(self._unpack))
+            boundary.again = None
+        elif boundary.data is None:
+            self._bring_back(boundary)
+        elif boundary.tensor is not None:
+            check_version(boundary.tensor, boundary.key.version)
+        assert boundary.data is not None, "it was there, or has come back"
+        self._fetch_before(boundary)
+        self._depth.resume()
+        return packed.view(boundary.data)
+
+    # These methods are called by the notes.
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Return what torch keeps for a tensor that is no boundary."""
+        return Kept.of(tensor)
+
+    def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> Boundary:
+        """Return a new boundary, which stays where it is for now, and send older ones to the store."""
+        self._collect()
+        if self._synchronizes:
+            torch.accelerator.synchronize(self._device)
+        boundary = Boundary.of(tensor, key, self._next_index, self._dropped)
+        boundary.again = again
+        self._next_index += 1
+        self._sums.saved_bytes += boundary.nbytes
+        self._recorder.boundary(saved=boundary.nbytes)
+        self._order[boundary.index] = weakref.ref(boundary)
+        if again is None:
+            for leaving in self._staying.add(boundary, self._depth.staying):
+                self._send(leaving)
+        return boundary
+
+    def let_go(self, boundary: Boundary) -> None:
+        """Keep the bytes of a boundary no longer, because they can be computed again."""
+        if boundary.again is None or boundary.tensor is None:
+            return
+        if boundary.tensor._version != boundary.key.version:
+            # It stays, and `_unpack` raises torch's error for a tensor that was changed.
+            boundary.again = None
+            return
+        boundary.data = boundary.tensor = None
+        self._sums.again_bytes += boundary.nbytes
+        self._recorder.boundary(again=boundary.nbytes)
+
+    # These methods move boundaries to the store.
+
+    def _send(self, boundary: Boundary) -> None:
+        """Begin to copy a boundary into memory of the store, if that has room."""
+        data, tensor = boundary.data, boundary.tensor
+        assert data is not None and tensor is not None, "it was never sent"
+        if tensor._version != boundary.key.version:
+            # It stays, and `_unpack` raises torch's error for a tensor that was changed.
+            return
+        leased = self._lease(boundary.nbytes)
+        if leased is None:
+            return
+        began = time.monotonic()
+        boundary.data = boundary.tensor = None
+        boundary.lease = leased
+        self._leaving.append(weakref.ref(boundary))
+        copies = [(leased.data[piece], data[piece]) for piece in leased.pieces()]
+        boundary.leaving = self._lanes.copy_out(copies, partial(self._park, boundary, tensor, began))
+        self._sent += 1
+        self._sums.moved_bytes += boundary.nbytes
+        self._recorder.boundary(moved=boundary.nbytes)
+        if self._sent < self._sent_before:
+            self._next_lease = boundary.nbytes, self._store.activations.acquire(boundary.nbytes)
+
+    def _park(self, boundary: Boundary, tensor: torch.Tensor, began: float) -> None:
+        """Park the lease of a boundary, whose bytes are in it."""
+        if boundary.lease is None:
+            # The step has ended, and the lease was given back with it.
+            return
+        self._recorder.moved(Link.TO_STORE, "", boundary.nbytes, began)
+        if tensor._version != boundary.key.version:
+            # The device may have copied bytes of both versions.
+            boundary.is_changed = True
+            return
+        boundary.lease = self._store.activations.park(boundary.lease)
+        self._parking.append(boundary.lease)
+
+    def _lease(self, nbytes: int) -> LeasedBytes | None:
+        """Return memory of the store for a boundary that may leave now; None if the store has none."""
+        if self._refused_bytes is not None and nbytes >= self._refused_bytes:
+            return None
+        began = time.monotonic()
+        requested, self._next_lease = self._next_lease, None
+        pending = None
+        if requested is not None:
+            if requested[0] == nbytes:
+                pending = requested[1]
+            else:
+                requested[1].release_when_granted()
+        try:
+            self._make_way()
+            while True:
+                try:
+                    return (pending or self._store.activations.acquire(nbytes)).wait()
+                except StoreBudgetError as error:
+                    _forget_frames(error)
+                    # The store counts a lease until it is parked or released.
+                    waited = self._finish_parking()
+                    if not self._finish_landing() and not waited and pending is None:
+                        self._refuse(nbytes, error)
+                        return None
+                    pending = None
+        except StoreUnavailableError as error:
+            _forget_frames(error)
+            # The daemon was lost. What it had of this step is gone, and what stays here is not.
+            return None
+        finally:
+            ended = time.monotonic()
+            self._sums.out_seconds += ended - began
+            self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
+
+    def _make_way(self) -> None:
+        """Wait until one more boundary may leave, because each one takes memory of the device until it has left."""
+        while len(self._leaving) >= MOST_LEAVING:
+            boundary = self._leaving.popleft()()
+            if boundary is not None and boundary.leaving is not None:
+                boundary.leaving.wait()
+
+    def _finish_parking(self) -> bool:
+        """Wait until all that was sent is parked; return whether there was anything to wait for."""
+        waited = False
+        for reference in self._leaving:
+            if (boundary := reference()) is not None and boundary.leaving is not None:
+                waited = waited or boundary.is_leaving
+                boundary.leaving.wait()
+        self._leaving.clear()
+        while self._parking:
+            waited = True
+            parked = self._parking.popleft().parked
+            assert parked is not None, "it was parked"
+            parked.sent.wait()
+        return waited
+
+    def _finish_landing(self) -> bool:
+        """Wait until all leases whose boundaries have landed are released; return whether there was any to wait for."""
+        waited = bool(self._landing) or (self._released is not None and not self._released.is_answered)
+        for ahead, _ in self._landing:
+            ahead.wait()
+        self._release_landed()
+        if self._released is not None:
+            self._released.wait()
+        return waited
+
+    def _refuse(self, nbytes: int, error: StoreBudgetError) -> None:
+        self._refused_bytes = nbytes
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "boundaries of %s stay on the device, because the store refuses them: %s", shown_size(nbytes), error
+            )
+
+    # These methods bring boundaries back.
+
+    def _bring_back(self, boundary: Boundary) -> None:
+        """Have the bytes of a boundary on the device, behind a copy that the current stream waits for."""
+        if boundary.leaving is not None:
+            boundary.leaving.wait()
+            boundary.leaving = None
+        if boundary.is_changed:
+            raise RuntimeError(CHANGED)
+        if boundary.lease is None:
+            raise RuntimeError("backward of a forward that was made before the last step: its boundaries are gone")
+        has_come = boundary.coming is not None and boundary.coming.is_answered
+        self._depth.begin(stalled=boundary.ahead is None and not has_come)
+        if boundary.ahead is None:
+            self._begin_ahead(boundary, self._arrive(boundary))
+        self._land(boundary)
+        self._release_landed()
+
+    def _land(self, boundary: Boundary) -> None:
+        """Give a boundary, whose copy to the device was begun, memory there."""
+        ahead, lease = boundary.ahead, boundary.lease
+        assert ahead is not None and lease is not None
+        began = time.monotonic()
+        data = torch.empty(boundary.nbytes, dtype=torch.uint8, device=self._device)
+        ahead.land(data)
+        boundary.ahead = boundary.lease = None
+        boundary.data = data
+        self._landing.append((ahead, lease))
+        self._recorder.moved(Link.FROM_STORE, "", boundary.nbytes, began)
+
+    def _arrive(self, boundary: Boundary) -> LeasedBytes:
+        """Wait until the bytes of a boundary are in host memory, and return its lease."""
+        assert boundary.lease is not None, "it is in the store"
+        began = time.monotonic()
+        try:
+            pending, boundary.coming = boundary.coming, None
+            try:
+                return (pending or self._recall(boundary)).wait()
+            except StoreBudgetError as error:
+                _forget_frames(error)
+                # Others that were recalled have its room, or those whose bytes are on their way to the device.
+                self._depth.limit()
+                self._give_way()
+                self._finish_parking()
+                self._finish_landing()
+                return self._recall(boundary).wait()
+        except StoreUnavailableError as error:
+            if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
+                raise self._store.activations.lost() from None
+            raise
+        finally:
+            ended = time.monotonic()
+            self._sums.in_seconds += ended - began
+            self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
+
+    def _recall(self, boundary: Boundary) -> Pending[LeasedBytes]:
+        assert boundary.lease is not None, "it is in the store"
+        pending = self._store.activations.recall(boundary.lease)
+        began, nbytes, depth = time.monotonic(), boundary.nbytes, self._depth
+        pending.on_response(lambda _: depth.note_recall(nbytes, time.monotonic() - began))
+        return pending
+
+    def _begin_ahead(self, boundary: Boundary, leased: LeasedBytes) -> None:
+        boundary.lease = leased
+        boundary.ahead = self._lanes.copy_ahead(leased.data, leased.pieces())
+
+    def _fetch_before(self, boundary: Boundary) -> None:
+        """Begin to bring back the boundaries that were saved before one, because backward needs them next."""
+        count = self._depth.resize(boundary.nbytes)
+        older = sorted((index for index in self._order if index < boundary.index), reverse=True)
+        away = (each for index in older if (each := self._order[index]()) is not None and each.lease is not None)
+        for number, each in zip(range(count), away, strict=False):
+            if each.ahead is not None or each.is_leaving or each.is_changed:
+                continue
+            try:
+                is_refused = each.coming is not None and each.coming.has_failed
+                if each.coming is None or is_refused:
+                    each.coming = self._recall(each)
+                    if is_refused:
+                        # Those that are needed later must not have the room before this one.
+                        self._depth.limit()
+                        return
+                elif number == 0 and each.coming.is_answered and self._device.type != CPU:
+                    pending, each.coming = each.coming, None
+                    self._begin_ahead(each, pending.wait())
+            except StoreBudgetError as error:
+                _forget_frames(error)
+                self._depth.limit()
+                return
+            except StoreUnavailableError as error:
+                _forget_frames(error)
+                # `_arrive` raises this error, when the boundary is needed.
+                return
+
+    def _give_way(self) -> None:
+        """Have what was recalled and is not needed yet leave host memory: to the device, if it is on its way there."""
+        for reference in self._order.values():
+            boundary = reference()
+            if boundary is None:
+                continue
+            if boundary.ahead is not None:
+                self._land(boundary)
+            if boundary.coming is None:
+                continue
+            pending, boundary.coming = boundary.coming, None
+            try:
+                boundary.lease = self._store.activations.park(pending.wait())
+                self._parking.append(boundary.lease)
+            except StoreBudgetError as error:
+                _forget_frames(error)
+
+    # These methods give back what is not needed any more.
+
+    def _collect(self) -> None:
+        """Give back what torch has dropped, and take note of copies that are done."""
+        self._lanes.poll()
+        over = []
+        while self._dropped:
+            dropped = self._dropped.popleft()
+            self._order.pop(dropped.index, None)
+            self._notes.discard(dropped.key, partial(_is_number, dropped.index))
+            if dropped.ahead is not None and dropped.lease is not None:
+                dropped.ahead.drop()
+                self._landing.append((dropped.ahead, dropped.lease))
+            elif dropped.lease is not None:
+                over.append(dropped.lease)
+        # Their parking, or their recall, may be under way, and the store may refuse one of them after this.
+        self._store.release_quietly(over)
+        while self._leaving and (_has_left(self._leaving[0])):
+            self._leaving.popleft()
+        while self._parking and (parked := self._parking[0].parked) is not None and parked.sent.is_answered:
+            self._parking.popleft()
+        self._release_landed()
+
+    def _release_landed(self) -> None:
+        landing, self._landing = self._landing, []
+        for ahead, lease in landing:
+            if not ahead.is_done:
+                self._landing.append((ahead, lease))
+                continue
+            check([lease])
+            if self._store.is_current(lease):
+                self._released = self._store.release([lease])
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Bytes and waits of one step."""
+
+    saved_bytes: int = 0
+    moved_bytes: int = 0
+    again_bytes: int = 0
+    out_seconds: float = 0.0
+    in_seconds: float = 0.0
+
+
+def _is_number(index: int, boundary: Boundary) -> bool:
+    return boundary.index == index
+
+
+def _has_left(reference: weakref.ref[Boundary]) -> bool:
+    boundary = reference()
+    return boundary is None or not boundary.is_leaving
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the frames in which a call has failed: gRPC keeps its error, and its frames would keep boundaries."""
+    error.__traceback__ = None
+    if error.__context__ is not None:
+        error.__context__.__traceback__ = None

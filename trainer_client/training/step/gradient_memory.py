@@ -1,0 +1,459 @@
+"""The memory of this rank's part of a gradient within a step: leased from the store's host tier, or on the device.
+
+On an accelerator, a gradient whose home is the store is summed up on the device, and copied to the store's memory when
+it is complete. This module owns that memory, from the first micro-batch of a step to its update. It must never look at
+the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from paramserver.contract.kinds import GRAD
+from trainer_client.base.lanes.lanes import Act, Copy, Lanes
+from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.planes import LeasedBytes
+from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.training.model.flat_group import FlatGroup
+
+
+class GradientMemory(Protocol):
+    """The contract of the memory that holds this rank's part of a group's gradient within a step.
+
+    memory.start(step); memory.reopen(); memory.partition.copy_(gradient)  # once or more often in a step
+    memory.send([], act)                                                   # when the gradient is complete
+    leased = memory.lease(step)                                            # or memory.free(), or memory.abandon()
+    """
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the memory was asked for in this step."""
+
+    @property
+    def partition(self) -> torch.Tensor:
+        """The gradient [partition_numel] in the group's gradient dtype, uninitialised at first. Call `start` before.
+
+        Waits for the copy that `send` has begun. Call `reopen` before writing.
+        """
+
+    def start(self, step: int, *, sends: bool = True) -> None:
+        """Ask for the memory. It does not wait; idempotent within the step.
+
+        Args:
+            sends: whether `send` is expected before the next `start`.
+        """
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring a parked gradient back, because `partition` is needed soon. It does not wait."""
+
+    def reopen(self) -> None:
+        """Have `partition` where gradients are added up, because it is about to change after `send`. Idempotent."""
+
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+        """Begin to bring the gradient, which is complete, to its home. Call `start` before.
+
+        Args:
+            also: other copies from the device, as in Lanes.copy_out.
+            act: called when all is copied: at once, or in a later call of the lanes.
+        """
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that the gradient takes on the device between `start` and `send`, although its home is elsewhere."""
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        """The gradient on the device, with a storage of its own; None if it is in the store's memory, or nowhere."""
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        """The leased memory that the gradient is in; None if it is on the device. Call `start` and `send` before."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no request for memory of the store is under way."""
+
+    @property
+    def can_park(self) -> bool:
+        """Whether memory of the store was asked for, and gradients are to be parked."""
+
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
+        """Park the gradient until `partition` is used again; memory without a gradient is given back.
+
+        Args:
+            sent: the lease whose bytes an early update of the gradient has made visible to the store. After a restart
+                of the daemon the gradient is in another one, whose bytes were not.
+
+        Returns:
+            The parked lease; None if there was nothing to park.
+        """
+
+    def lease(self, step: int) -> LeasedBytes:
+        """Return the gradient in leased memory, for the store, and drop all other state of the step.
+
+        The gradient may be parked.
+        """
+
+    def free(self) -> None:
+        """Free the memory, because the gradient is not needed any more. Return when the next step may ask."""
+
+    def abandon(self) -> None:
+        """Free the memory after a failure. It neither waits nor raises; idempotent."""
+
+
+class LeasedMemory:
+    """A gradient in the store's host memory, which is there already when it is handed over."""
+
+    def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
+        self._group = group
+        self._store = store
+        self._lanes = lanes
+        # The request for the lease; if `_leased` is a parked lease, the request to bring it back.
+        self._pending: Pending[list[LeasedBytes]] | None = None
+        self._leased: LeasedBytes | None = None
+        self._is_requested = False
+        self._step = 0
+
+    @property
+    def is_requested(self) -> bool:
+        return self._is_requested
+
+    @property
+    def partition(self) -> torch.Tensor:
+        return self.wait().data.view(self._group.gradient_dtype)
+
+    def start(self, step: int, *, sends: bool = True) -> None:
+        if not self._is_requested:
+            self._step = step
+            self._is_requested = True
+            self._pending = self._ask()
+
+    def fetch_ahead(self) -> None:
+        if self._pending is None and self._is_parked:
+            self._pending = self._recall()
+
+    @property
+    def _is_parked(self) -> bool:
+        return self._leased is not None and self._leased.parked is not None
+
+    def _recall(self) -> Pending[list[LeasedBytes]]:
+        assert self._leased is not None
+        return self._store.recall(self._group.slab(GRAD), self._leased, self._step)
+
+    def _ask(self) -> Pending[list[LeasedBytes]]:
+        """Ask the store for a lease to write the gradient of the step."""
+        return self._store.acquire_write([self._group.slab(GRAD)], self._step)
+
+    def reopen(self) -> None:
+        """Do nothing."""
+
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+        return self._lanes.copy_out(also, act)
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        return self.wait()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._pending is None
+
+    @property
+    def can_park(self) -> bool:
+        return self._is_requested and self._store.parking.is_wanted
+
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
+        if self._pending is not None and self._leased is None:
+            # The memory was not used yet, so there is nothing to park. It is asked for again when it is used. The store
+            # would refuse that before this lease has ended, so this waits for its end.
+            self.free()
+            self._is_requested = True
+        if self._pending is not None:
+            (self._leased,) = self._pending.wait()
+            self._pending = None
+        if self._leased is None or self._is_parked or not self._store.parking.wants(self._leased):
+            return None
+        is_sent = sent is not None and sent.is_same_lease(self._leased)
+        parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
+        self._leased = parked or self._leased
+        return parked
+
+    def lease(self, step: int) -> LeasedBytes:
+        if self._pending is not None or not self._is_parked:
+            self.wait()
+        leased, self._leased = self._current(), None
+        self._is_requested = False
+        return leased
+
+    def free(self) -> None:
+        self._is_requested = False
+        if self._pending is not None:
+            (self._leased,) = self._pending.wait()
+        leased, self._leased, self._pending = self._leased, None, None
+        if leased is not None:
+            self._store.release([leased]).wait()
+
+    def abandon(self) -> None:
+        self.detach()()
+
+    def detach(self) -> Callable[[], None]:
+        """Drop the memory, and return the call that releases it. The call does not wait and raises nothing."""
+        pending, self._pending = self._pending, None
+        leased, self._leased = self._leased, None
+        self._is_requested = False
+
+        def release() -> None:
+            if pending is not None:
+                pending.release_when_granted()
+            if leased is not None:
+                self._store.release_quietly([leased])
+
+        return release
+
+    def wait(self) -> LeasedBytes:
+        """Wait for the lease, and return it with the bytes of the gradient.
+
+        After a restart of the daemon, return a lease of the new daemon with the same bytes.
+        """
+        assert self._is_requested, "start comes first"
+        while self._leased is None or self._is_parked:
+            self._is_requested = True
+            if self._pending is None:
+                self._pending = self._ask() if self._leased is None else self._recall()
+            if not self._pending.is_answered:
+                # The store may have no room while this rank holds the leases of copied units. What runs after their
+                # copies may use, park or free this memory, so it has to find the request, and may end it.
+                self._lanes.finish_copies_in()
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                (self._leased,) = pending.wait()
+        return self._current()
+
+    def _current(self) -> LeasedBytes:
+        """Return the lease, or one of the current daemon with the same bytes if its own was restarted.
+
+        A parked lease stays parked, because the store need not have room for the gradients of a step all at once.
+        """
+        assert self._leased is not None, "it was waited for"
+        while not self._store.is_current(self._leased):
+            # The daemon was restarted. Only this rank has written to its part of the old memory, so the gradient in it
+            # is still right.
+            former = self._leased
+            (leased,) = self._ask().wait()
+            try:
+                self._store.refill(self._group.name, leased, former)
+            except BaseException:
+                self._store.release_quietly([leased])
+                raise
+            if former.parked is not None:
+                leased = self._store.park(self._group.name, leased, is_sent=False) or leased
+            self._leased = leased
+        return self._leased
+
+
+class StagedMemory:
+    """A gradient that is summed up on an accelerator, and is copied into the store's host memory when it is complete.
+
+    The device has memory for it from the first gradient until the copy is done.
+    """
+
+    def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
+        self._group = group
+        self._lanes = lanes
+        self._home = LeasedMemory(group, store, lanes)
+        # The gradient is on the device, or else the copy into the store's memory was begun, or there is none yet.
+        self._on_device: torch.Tensor | None = None
+        self._copy: Copy | None = None
+        self._store = store
+        self._is_requested = False
+        self._step = 0
+
+    @property
+    def is_requested(self) -> bool:
+        return self._is_requested
+
+    @property
+    def partition(self) -> torch.Tensor:
+        if self._copy is not None:
+            self._copy.wait()
+            return self._home.partition
+        if self._on_device is None:
+            self._on_device = self._allocate()
+        return self._on_device
+
+    def _allocate(self) -> torch.Tensor:
+        group = self._group
+        return torch.empty(group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device)
+
+    def start(self, step: int, *, sends: bool = True) -> None:
+        self._is_requested = True
+        self._step = step
+        # A sum that stays on the device needs no memory of the store yet.
+        if sends or not self._store.parking.is_wanted:
+            self._home.start(step)
+
+    def fetch_ahead(self) -> None:
+        if self._copy is not None:
+            self._home.fetch_ahead()
+
+    def reopen(self) -> None:
+        if self._copy is not None:
+            self._copy.wait()
+            leased = self._home.wait()
+            self._copy, self._on_device = None, self._allocate()
+            self._lanes.copy_in(self._on_device, leased.data, leased.pieces())
+            # `finish_copies_in` waits for a copy only if something is to be done after it.
+            self._lanes.after_copies_in(_nothing)
+
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+        if self._copy is None:
+            self._home.start(self._step)
+            also = [*_copies(self._home.wait(), self.partition), *also]
+            self._on_device = None
+        self._copy = self._lanes.copy_out(also, act)
+        return self._copy
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._group.slot_table.partition_numel * self._group.gradient_dtype.itemsize
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        return self._on_device
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        return self._home.leased
+
+    @property
+    def is_settled(self) -> bool:
+        return self._home.is_settled
+
+    @property
+    def can_park(self) -> bool:
+        return self._home.can_park
+
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
+        if self._copy is not None:
+            self._copy.wait()
+            return self._home.park(sent=sent)
+        # The sum is on the device. A copy that `reopen` has begun reads the leased memory, in which nothing else is.
+        self._lanes.finish_copies_in()
+        self._home.free()
+        return None
+
+    def lease(self, step: int) -> LeasedBytes:
+        self._is_requested = False
+        copy = self.send([], _nothing) if self._copy is None else self._copy
+        copy.wait()
+        self._copy = None
+        return self._home.lease(step)
+
+    def free(self) -> None:
+        self._is_requested = False
+        copy, self._copy, self._on_device = self._copy, None, None
+        if copy is not None:
+            copy.wait()
+        # A copy that `reopen` has begun reads the leased memory.
+        self._lanes.finish_copies_in()
+        self._home.free()
+
+    def abandon(self) -> None:
+        self._is_requested = False
+        self._copy = self._on_device = None
+        self._lanes.after_copies(self._home.detach())
+
+
+class DeviceMemory:
+    """A gradient in the trainer's own memory, on its device."""
+
+    def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
+        self._group = group
+        self._store = store
+        self._lanes = lanes
+        self._partition: torch.Tensor | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        return self._partition is not None
+
+    @property
+    def partition(self) -> torch.Tensor:
+        assert self._partition is not None, "start comes first"
+        return self._partition
+
+    def start(self, step: int, *, sends: bool = True) -> None:
+        if self._partition is None:
+            group = self._group
+            self._partition = torch.empty(
+                group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device
+            )
+
+    def reopen(self) -> None:
+        """Do nothing."""
+
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+        return self._lanes.copy_out(also, act)
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        return self._partition
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        return None
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+    @property
+    def can_park(self) -> bool:
+        return False
+
+    def fetch_ahead(self) -> None:
+        """Do nothing."""
+
+    def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
+        return None
+
+    def lease(self, step: int) -> LeasedBytes:
+        (leased,) = self._store.acquire_write([self._group.slab(GRAD)], step).wait()
+        try:
+            self._lanes.copy_out(_copies(leased, self.partition)).wait()
+        except BaseException:
+            self._store.release_quietly([leased])
+            raise
+        self._partition = None
+        return leased
+
+    def free(self) -> None:
+        self._partition = None
+
+    def abandon(self) -> None:
+        self._partition = None
+
+
+def _copies(leased: LeasedBytes, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the copies of `values` into leased memory, for Lanes.copy_out."""
+    source = values.view(torch.uint8)
+    return [(leased.data[piece], source[piece]) for piece in leased.pieces()]
+
+
+def _nothing() -> None:
+    """Do nothing."""
