@@ -17,7 +17,7 @@ from storage.base.tune_interpreter import tune_interpreter
 from storage.engine import Engine
 from storage.state.versions import Job
 from storage.steps.reader import StepReader
-from storage.steps.transform import Tile
+from storage.steps.transform import UpdateTile
 
 NUMEL = 1 << 20
 MIB = 1 << 20
@@ -38,7 +38,7 @@ GROUP = GroupSpec(
 JOB = JobSpec(name="example", world_size=1, local_ranks=1, parameters=(WEIGHT,), durability=Durability(every_steps=1))
 
 
-def descend(tile: Tile) -> None:
+def descend(tile: UpdateTile) -> None:
     """Update one tile (a piece of the shard) by gradient descent with momentum; the engine calls this on a thread."""
     momentum = tile.tensors[Kind.EXP_AVG].mul_(0.5).add_(tile.gradient)
     tile.tensors[Kind.PARAM].sub_(momentum)

@@ -13,7 +13,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.update import update_shards
 from paramserver.vocabulary import KIND_TO_WIRE
 from storage.base.shard import OPTIMIZER_STATES, Kind, Shard
-from storage.steps.transform import Tile
+from storage.steps.transform import UpdateTile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class OptimizerUpdate:
     grad_scale: float
     clip_value: float | None = None
 
-    def __call__(self, tile: Tile) -> None:
+    def __call__(self, tile: UpdateTile) -> None:
         """Update weight and states of a tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient)

@@ -39,7 +39,7 @@ from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.lending import Lending
-from paramserver.dataplane.read_write import Streams
+from paramserver.dataplane.read_write import ReadWrite
 from paramserver.errors import ConfigError, StartError
 from paramserver.events import EventKind, EventLog
 from paramserver.lenders import lenders_of
@@ -244,7 +244,7 @@ async def _serve(
         ]
     )
     access = Access(gate, sessions, _send_spans(config, engine, welcome.epoch, cleanup))
-    streams = Streams(engine, chunk_budget, config.stream_window)
+    streams = ReadWrite(engine, chunk_budget, config.stream_window)
     lending = Lending(engine.lent, chunk_budget, gate, drain.check_open)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)

@@ -49,7 +49,7 @@ class _Distribution(Distribution):
         return Path(__file__).parent / path
 
 
-class _Finder(DistributionFinder):
+class _DeepSpeedFinder(DistributionFinder):
     """Finds `deepspeed` and its submodules in this library."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -82,8 +82,8 @@ def install() -> None:
             f"{_NAME} is imported already, from {present.__file__}: import trainer_client.as_deepspeed before anything "
             "that imports it (accelerate and transformers do)"
         )
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _DeepSpeedFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DeepSpeedFinder())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -66,13 +66,13 @@ class Case:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class CpuStopwatch:
     """A context that measures wall-clock time and the CPU time of this process."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> CpuStopwatch:
         self.cpu_seconds = -time.process_time()
         self.seconds = -time.perf_counter()
         return self

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import store_daemon
-from benchmarks.common.measure import BenchmarkError, Progress, Sample, Stopwatch, summary
+from benchmarks.common.measure import BenchmarkError, CpuStopwatch, Progress, Sample, summary
 from benchmarks.common.store_daemon import StoreDaemon
 from benchmarks.dataplane import bare_tcp
 from paramserver.contract.malloc_settings import keep_chunk_buffers
@@ -104,7 +104,7 @@ def _contest(
     for number in range(pairs + 1):
         progress(f"{name}: " + (f"pair {number} of {pairs}" if number else "warm-up"))
         for work in (theirs, ours) if number % 2 else (ours, theirs):
-            with Stopwatch() as watch:
+            with CpuStopwatch() as watch:
                 work()
             samples[work].append(watch.sample(size_bytes))
     tcp, own = samples[theirs][1:], samples[ours][1:]
@@ -126,7 +126,7 @@ def _crowd(
 
     def read_into(samples: list[Sample]) -> None:
         for _ in range(2):
-            with Stopwatch() as watch:
+            with CpuStopwatch() as watch:
                 remote.get(view)
             samples.append(watch.sample(len(view)))
 

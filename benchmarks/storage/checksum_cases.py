@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import GB, Sample, Stopwatch, summary
+from benchmarks.common.measure import GB, CpuStopwatch, Sample, summary
 from storage.base.integrity import Checksums
 
 BUFFER_BYTES = 64 << 20
@@ -24,11 +24,11 @@ def run(rounds: int, read_cpu_seconds_per_gb: float, piece_bytes: int) -> dict[s
     checksums = [Checksums(f"piece {i}", len(piece)) for i, piece in enumerate(pieces)]
     record, verify = [], []
     for _ in range(rounds + 1):
-        with Stopwatch() as watch:
+        with CpuStopwatch() as watch:
             for known, piece in zip(checksums, pieces, strict=True):
                 known.record(0, piece)
         record.append(watch.sample(len(data)))
-        with Stopwatch() as watch:
+        with CpuStopwatch() as watch:
             for known, piece in zip(checksums, pieces, strict=True):
                 known.verify(0, piece)
         verify.append(watch.sample(len(data)))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.measure import Case, Progress, Sample, Stopwatch, Threads, compete
+from benchmarks.common.measure import Case, CpuStopwatch, Progress, Sample, Threads, compete
 from benchmarks.storage import fio
 from benchmarks.storage.fio import FioJob
-from benchmarks.storage.jobs import JOB, Layout, Training, adamw, nothing, training
+from benchmarks.storage.jobs import JOB, BenchmarkLayout, Training, adamw, nothing, training
 from storage.base.integrity import Checksums
 from storage.base.shard import SlabKey
 from storage.catalog.catalog import Catalog
@@ -35,7 +35,7 @@ class EngineSizes:
     """The numbers of slabs per commit, the model whose updates are streamed, and the host budget for that."""
 
     slabs: tuple[int, ...]
-    streamed: Layout
+    streamed: BenchmarkLayout
     host_budget_bytes: int
 
 
@@ -47,17 +47,17 @@ async def commit_latency(
     Each step updates `slabs` slabs of 1024 elements, in groups of four, with a kernel that does nothing. A warm-up step
     comes before the `steps` measured ones.
     """
-    layout = Layout(groups=slabs // 4, numel=TINY_ELEMENTS)
+    layout = BenchmarkLayout(groups=slabs // 4, numel=TINY_ELEMENTS)
     updates, commits = [], []
     try:
         async with training(layout, directory / "commit", threads, host_budget_bytes=COMMIT_HOST_BUDGET) as run:
             for number in range(steps + 1):
                 progress(f"commit of {layout.slabs} slabs: " + (f"step {number} of {steps}" if number else "warm-up"))
                 gradients = await run.gradients()
-                with Stopwatch() as watch:
+                with CpuStopwatch() as watch:
                     await run.update(gradients, nothing)
                 updates.append(watch.seconds)
-                with Stopwatch() as watch:
+                with CpuStopwatch() as watch:
                     await run.commit()
                 commits.append(watch.seconds)
             progress(f"commit of {layout.slabs} slabs: the catalog alone")
@@ -74,7 +74,7 @@ async def commit_latency(
     }
 
 
-def _catalog_alone(layout: Layout, steps: int, path: Path) -> list[float]:
+def _catalog_alone(layout: BenchmarkLayout, steps: int, path: Path) -> list[float]:
     """Return the seconds of each transaction that records a new version of every slab and deletes the old ones."""
     specs = layout.group_specs()
     keys = [SlabKey(JOB, spec.name, slab.kind) for spec in specs for slab in spec.slabs if slab.kind.value != "grad"]
@@ -84,7 +84,7 @@ def _catalog_alone(layout: Layout, steps: int, path: Path) -> list[float]:
         seconds = []
         for step in range(steps + 1):
             written = _versions(keys, step)
-            with Stopwatch() as watch, catalog.transaction():
+            with CpuStopwatch() as watch, catalog.transaction():
                 record = CommitRecord(step=step, committed_at=time.time(), client_states={0: b""})
                 catalog.add_commit(JOB, record, written)
                 catalog.retain(JOB, [step])
@@ -143,10 +143,10 @@ async def _streamed(run: Training) -> tuple[Sample, float]:
     counters = run.engine.nvme.counters
     gradients = await run.gradients()
     before = counters.bytes_read + counters.bytes_written
-    with Stopwatch() as watch:
+    with CpuStopwatch() as watch:
         await run.update(gradients, adamw)
     sample = watch.sample(counters.bytes_read + counters.bytes_written - before)
-    with Stopwatch() as watch:
+    with CpuStopwatch() as watch:
         await run.commit()
     return sample, watch.seconds
 

@@ -19,14 +19,14 @@ from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, Para
 from storage.engine import Engine
 from storage.memory.parkable import Gradient
 from storage.state.versions import Job
-from storage.steps.transform import Kernel, Tile
+from storage.steps.transform import Kernel, UpdateTile
 
 JOB = "bench"
 STATE_KINDS = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BenchmarkLayout:
     """`groups` groups with one parameter of `numel` elements each."""
 
     groups: int
@@ -130,7 +130,7 @@ def adamw(spec: GroupSpec, step: int) -> Kernel:
 def nothing(_: GroupSpec, __: int) -> Kernel:
     """Return a kernel that changes no bytes."""
 
-    def kernel(_: Tile) -> None:
+    def kernel(_: UpdateTile) -> None:
         return
 
     return kernel
@@ -138,7 +138,7 @@ def nothing(_: GroupSpec, __: int) -> Kernel:
 
 @asynccontextmanager
 async def training(
-    layout: Layout, state_dir: Path, threads: Threads, *, host_budget_bytes: int
+    layout: BenchmarkLayout, state_dir: Path, threads: Threads, *, host_budget_bytes: int
 ) -> AsyncIterator[Training]:
     """Yield a job whose initial values are committed as step 0, on an engine without copies in host memory."""
     config = EngineConfig(
@@ -158,7 +158,7 @@ async def training(
 
 
 @asynccontextmanager
-async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
+async def _opened(config: EngineConfig, layout: BenchmarkLayout, *, may_exist: bool) -> AsyncIterator[Training]:
     engine = await Engine.open(config)
     engine.host.arena.finish_collapse()
     try:

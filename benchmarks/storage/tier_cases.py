@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import BenchmarkError, Case, Progress, Sample, Stopwatch, Threads, compete
+from benchmarks.common.measure import BenchmarkError, Case, CpuStopwatch, Progress, Sample, Threads, compete
 from benchmarks.storage import fio
 from benchmarks.storage.fio import Fio, FioJob, FioMode
 from storage.base.tracing import Tracer
@@ -209,7 +209,7 @@ class Bench:
         """Await `work`, and return its duration with the bytes that the tier counted meanwhile."""
         counters = self.nvme.counters
         before = counters.bytes_read + counters.bytes_written
-        with Stopwatch() as watch:
+        with CpuStopwatch() as watch:
             await asyncio.gather(*work)
         return watch.sample(counters.bytes_read + counters.bytes_written - before)
 

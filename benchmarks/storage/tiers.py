@@ -26,7 +26,7 @@ from benchmarks.common import machine, report
 from benchmarks.common.measure import Progress, Threads
 from benchmarks.storage import checksum_cases, engine_cases, fio, tier_cases
 from benchmarks.storage.engine_cases import EngineSizes
-from benchmarks.storage.jobs import Layout
+from benchmarks.storage.jobs import BenchmarkLayout
 from benchmarks.storage.tier_cases import MIB, TierSizes
 from storage.base.errors import StorageError
 from storage.base.tune_interpreter import tune_interpreter
@@ -51,14 +51,14 @@ FULL = Sizes(
     tier=TierSizes(sequential_bytes=1024 * MIB, model_width=1024, model_blocks=12, tensors=10_000),
     engine=EngineSizes(
         slabs=(100, 1_000, 10_000),
-        streamed=Layout(groups=12, numel=12 * 1024**2 + 13 * 1024),
+        streamed=BenchmarkLayout(groups=12, numel=12 * 1024**2 + 13 * 1024),
         host_budget_bytes=512 * MIB,
     ),
     disk_bytes=6 << 30,
 )
 QUICK = Sizes(
     tier=TierSizes(sequential_bytes=32 * MIB, model_width=128, model_blocks=2, tensors=100),
-    engine=EngineSizes(slabs=(20,), streamed=Layout(groups=2, numel=1 << 18), host_budget_bytes=32 * MIB),
+    engine=EngineSizes(slabs=(20,), streamed=BenchmarkLayout(groups=2, numel=1 << 18), host_budget_bytes=32 * MIB),
     disk_bytes=1 << 30,
 )
 

@@ -30,7 +30,7 @@ ERROR_LINES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RunningContestant:
     """A contestant before it is started.
 
     Attributes:
@@ -85,7 +85,7 @@ class ContestantError(BenchmarkError):
 class Running:
     """A contestant's process."""
 
-    def __init__(self, entry: Entry, task: TrainingTask, directory: Path) -> None:
+    def __init__(self, entry: RunningContestant, task: TrainingTask, directory: Path) -> None:
         """Start the process, which begins to build its model."""
         self.entry = entry
         self._log_path = directory / "contestant.log"

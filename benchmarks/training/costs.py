@@ -54,7 +54,7 @@ QUICK_BUDGET = 7 * MIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Variant:
     """One way to train.
 
     Attributes:
@@ -78,16 +78,16 @@ _MOVED = {"activations": {"smallest": 1024, "recompute": False}}
 _AGAIN = {"activations": {"smallest": 1024, "recompute": True}}
 _SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
-CHOICES: Mapping[str, Choice] = {
-    "clipping": Choice(gradients_leave=1, changes=_CLIPPED),
-    "no clipping": Choice(gradients_leave=1),
-    "no clipping, final": Choice(gradients_leave=0, section={"early_updates": "final"}),
-    "clipping, accumulation 4": Choice(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}),
-    "the same, sums in fp32": Choice(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}, config=_SUMS),
-    "boundaries in the store": Choice(gradients_leave=1, changes=_CLIPPED, config=_BOUNDARIES, section=_MOVED),
-    "boundaries again": Choice(gradients_leave=1, changes=_CLIPPED, config=_BOUNDARIES, section=_AGAIN),
-    "tiles": Choice(gradients_leave=1, changes=_CLIPPED, section={"tiling": {"largest_tile": 128 << 10}}),
-    "lent memory": Choice(gradients_leave=1, changes=_CLIPPED, lent=True),
+CHOICES: Mapping[str, Variant] = {
+    "clipping": Variant(gradients_leave=1, changes=_CLIPPED),
+    "no clipping": Variant(gradients_leave=1),
+    "no clipping, final": Variant(gradients_leave=0, section={"early_updates": "final"}),
+    "clipping, accumulation 4": Variant(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}),
+    "the same, sums in fp32": Variant(gradients_leave=4, changes={**_CLIPPED, "accumulation": 4}, config=_SUMS),
+    "boundaries in the store": Variant(gradients_leave=1, changes=_CLIPPED, config=_BOUNDARIES, section=_MOVED),
+    "boundaries again": Variant(gradients_leave=1, changes=_CLIPPED, config=_BOUNDARIES, section=_AGAIN),
+    "tiles": Variant(gradients_leave=1, changes=_CLIPPED, section={"tiling": {"largest_tile": 128 << 10}}),
+    "lent memory": Variant(gradients_leave=1, changes=_CLIPPED, lent=True),
 }
 
 
@@ -135,11 +135,11 @@ def measure(
         }
 
 
-def _expected(choice: Choice) -> int:
+def _expected(choice: Variant) -> int:
     return VERSION_BYTES + choice.gradients_leave * (4 if choice.config == _SUMS else 2)
 
 
-def _train(task: TrainingTask, choice: Choice, budget: int, directory: Path, steps: int) -> dict[str, Any]:
+def _train(task: TrainingTask, choice: Variant, budget: int, directory: Path, steps: int) -> dict[str, Any]:
     """Return the figures of one choice."""
     size = task.gpt2_parameters
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ from benchmarks import plots
 from benchmarks.common import machine, report
 from benchmarks.common.measure import BenchmarkError, Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation
-from benchmarks.training.contestant_process import Entry
+from benchmarks.training.contestant_process import RunningContestant
 from benchmarks.training.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
 from benchmarks.training.entries import COMPUTE, PLAIN, deepspeed, ours
 from benchmarks.training.heat import Heat
@@ -73,7 +73,7 @@ QUICK = tuple(
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-def nvme(task: TrainingTask, budget: int) -> Entry:
+def nvme(task: TrainingTask, budget: int) -> RunningContestant:
     """Return the entry with everything on NVMe, boundaries in the store, and ranks that keep no copies of gradients."""
     entry = ours("nvme", task, task.gpt2_parameters, "nvme", durability="step", host_budget_bytes=budget, deferred=True)
 

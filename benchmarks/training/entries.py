@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.training.contestant_process import Entry
+from benchmarks.training.contestant_process import RunningContestant
 from benchmarks.training.deepspeed_environment import DeepSpeedEnvironment
 from benchmarks.training.task import TrainingTask
 
-PLAIN = Entry(name="plain", kind="plain")
-COMPUTE = Entry(name="compute", kind="compute")
+PLAIN = RunningContestant(name="plain", kind="plain")
+COMPUTE = RunningContestant(name="compute", kind="compute")
 
 # The setting of docs/performance.md: malloc maps large blocks, in huge pages, and returns them when they are freed.
 TUNED_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"}
@@ -46,7 +46,7 @@ def ours(
     durability: Durability,
     host_budget_bytes: int | None = None,
     deferred: bool = False,
-) -> Entry:
+) -> RunningContestant:
     """Return an entry of this project, with parameters, master weights and moments in `home`.
 
     Gradients are on the device if `home` is, and otherwise on the host.
@@ -77,7 +77,7 @@ def ours(
         }
 
     probed = home == "nvme" or durability == "step"
-    return Entry(name=name, kind="ours", config_in=config, deferred=deferred, probed=probed)
+    return RunningContestant(name=name, kind="ours", config_in=config, deferred=deferred, probed=probed)
 
 
 def deepspeed(
@@ -89,7 +89,7 @@ def deepspeed(
     *,
     deferred: bool = False,
     frugal: bool = False,
-) -> Entry:
+) -> RunningContestant:
     """Return an entry of DeepSpeed's ZeRO-3 with parameters and optimizer states in `home`.
 
     Its other settings are those with which it was fastest in our measurements, or, with `frugal`, had least memory. On
@@ -112,7 +112,7 @@ def deepspeed(
         values["zero_optimization"] |= {"offload_param": offload | buffers, "offload_optimizer": offload | pipelined}
         return values | {"aio": _AIO, "steps_per_print": 1_000_000}
 
-    return Entry(
+    return RunningContestant(
         name=name,
         kind="deepspeed",
         config_in=config,

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from benchmarks.common import machine, report
 from benchmarks.common.measure import BenchmarkError, Progress, Threads
-from benchmarks.training.contestant_process import Entry
+from benchmarks.training.contestant_process import RunningContestant
 from benchmarks.training.deepspeed_environment import DeepSpeedUnavailableError, prepare
 from benchmarks.training.entries import COMPUTE, PLAIN, deepspeed, ours
 from benchmarks.training.heat import Heat
@@ -90,7 +90,9 @@ def links(device: str) -> dict[str, float] | None:
     }
 
 
-def entries_of(task: TrainingTask, device: str, deepspeed_dir: Path | None, progress: Progress) -> list[Entry]:
+def entries_of(
+    task: TrainingTask, device: str, deepspeed_dir: Path | None, progress: Progress
+) -> list[RunningContestant]:
     """Return all contestants. Those of others are left out of the result, with the reason, where they cannot be run."""
     size = task.gpt2_parameters
     own = [
@@ -99,7 +101,7 @@ def entries_of(task: TrainingTask, device: str, deepspeed_dir: Path | None, prog
         ours("host", task, size, "host", durability="none"),
         ours("nvme", task, size, "nvme", durability="step"),
         ours("device", task, size, "device", durability="none"),
-        Entry(name="FSDP2 CPU offload", kind="fsdp", optional=True),
+        RunningContestant(name="FSDP2 CPU offload", kind="fsdp", optional=True),
     ]
     if deepspeed_dir is not None:
         try:
@@ -124,7 +126,13 @@ def roofline(contestants: Mapping[str, Mapping[str, Any]], rates: Mapping[str, f
 
 
 def measure(
-    task: TrainingTask, entries: Sequence[Entry], directory: Path, *, rounds: int, steps: int, progress: Progress
+    task: TrainingTask,
+    entries: Sequence[RunningContestant],
+    directory: Path,
+    *,
+    rounds: int,
+    steps: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Run the heat, and return the result; see the module.
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.common.measure import Progress, Threads
 from benchmarks.common.processes import Memory
 from benchmarks.training.bandwidth import StepProbe
-from benchmarks.training.contestant_process import Block, ContestantError, Entry, Running
+from benchmarks.training.contestant_process import Block, ContestantError, Running, RunningContestant
 from benchmarks.training.task import TrainingTask
 
 # A contestant whose steps move fewer bytes is not probed. Its only writes are a few of the store's catalog, and every
@@ -47,7 +47,7 @@ class Standing:
         probes: one for each block; empty if the contestant is not probed.
     """
 
-    entry: Entry
+    entry: RunningContestant
     not_run: str | None = None
     blocks: list[Block] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Heat:
         self._probes: dict[str, StepProbe] = {}
         self._standings: dict[str, Standing] = {}
 
-    def run(self, entries: Sequence[Entry], *, rounds: int, steps: int) -> list[Standing]:
+    def run(self, entries: Sequence[RunningContestant], *, rounds: int, steps: int) -> list[Standing]:
         """Run the contestants in turns, and return their standings in the order of the entries.
 
         Args:
@@ -120,12 +120,12 @@ class Heat:
                 self._standings[name].memory = running.memory
         return list(self._standings.values())
 
-    def _start(self, entry: Entry, directory: Path, stack: ExitStack) -> None:
+    def _start(self, entry: RunningContestant, directory: Path, stack: ExitStack) -> None:
         self._progress(f"{entry.name}: starting")
         self._standings[entry.name] = Standing(entry=entry)
         self._running[entry.name] = stack.enter_context(Running(entry, self._task, directory))
 
-    def _wait_until_ready(self, entries: Sequence[Entry]) -> None:
+    def _wait_until_ready(self, entries: Sequence[RunningContestant]) -> None:
         for entry in entries:
             try:
                 self._running[entry.name].wait_until_ready()
@@ -159,7 +159,7 @@ class Heat:
             # The shorter time counts, because it is nearer to what the disk can do.
             standing.probes.append(Probe(nbytes=probe.nbytes, seconds=min(before, probe.run()), direct=probe.direct))
 
-    def _exclude(self, entry: Entry, error: ContestantError) -> None:
+    def _exclude(self, entry: RunningContestant, error: ContestantError) -> None:
         if not entry.optional:
             raise error
         self._progress(f"not run: {error}")

@@ -35,7 +35,7 @@ from torch import nn
 import trainer_client
 from benchmarks.common import report
 from benchmarks.common.machine import ROOT
-from benchmarks.common.measure import Stopwatch
+from benchmarks.common.measure import CpuStopwatch
 from benchmarks.common.namespaces import NamespaceError, shape, switched
 from benchmarks.common.store_daemon import StoreDaemon, started
 from paramserver.contract.channel import channel_to
@@ -130,7 +130,7 @@ def _measure_codes() -> dict[str, float]:
     rates: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(CODE_ROUNDS):
         for name, work in works.items():
-            with Stopwatch() as watch:
+            with CpuStopwatch() as watch:
                 work()
             rates[name].append(watch.sample(CODED_BYTES).rate)
     return {name: round(statistics.median(rate), 2) for name, rate in rates.items()}

@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.common import machine, report
 from benchmarks.common.measure import Progress, Threads, prefixed
 from benchmarks.training import bf16_emulation, tables
-from benchmarks.training.contestant_process import Entry
+from benchmarks.training.contestant_process import RunningContestant
 from benchmarks.training.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
 from benchmarks.training.entries import PLAIN, TUNED_MALLOC, deepspeed, ours
 from benchmarks.training.heat import Heat
@@ -52,7 +52,7 @@ class HeatName(StrEnum):
     MALLOC = "malloc"
 
 
-def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) -> list[Entry]:
+def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) -> list[RunningContestant]:
     """Return the contestants of a heat that run in this project's environment."""
     size = task.gpt2_parameters
     nvme = ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=nvme_host_budget_bytes)
@@ -71,13 +71,13 @@ def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) 
             ]
 
 
-def _with_tuned_malloc(entry: Entry) -> Entry:
+def _with_tuned_malloc(entry: RunningContestant) -> RunningContestant:
     return replace(entry, name=f"{entry.name}, tuned malloc", environment=TUNED_MALLOC)
 
 
 def peers_of(
     heat: HeatName, task: TrainingTask, environment: DeepSpeedEnvironment | str | None
-) -> tuple[list[Entry], dict[str, Any]]:
+) -> tuple[list[RunningContestant], dict[str, Any]]:
     """Return DeepSpeed's entries in a heat, and the figures that say why DeepSpeed cannot be run; one of them is empty.
 
     Args:

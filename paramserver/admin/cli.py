@@ -11,7 +11,7 @@ import typer
 from paramserver import __version__
 from paramserver.admin.about import config, version
 from paramserver.admin.accounts import accounts
-from paramserver.admin.connection import CREDENTIALS, Credentials
+from paramserver.admin.connection import CREDENTIALS, AdminCredentials
 from paramserver.admin.copies import evict, promote
 from paramserver.admin.copying import backup, copy, restore
 from paramserver.admin.delete_job import delete_job
@@ -77,7 +77,7 @@ def _root(
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of it.", envvar="PARAMSERVER_TLS_KEY")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Let the token cross the network in the clear.")] = False,
 ) -> None:
-    credentials = Credentials(
+    credentials = AdminCredentials(
         token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, insecure=insecure
     )
     CREDENTIALS.set(credentials)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramserver.admin.connection import CREDENTIALS, Credentials
+from paramserver.admin.connection import CREDENTIALS, AdminCredentials
 from paramserver.admin.nodes import addresses_of, ask
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
@@ -27,7 +27,9 @@ def job_names(context: typer.Context, incomplete: str) -> list[str]:
     # If the address or a file cannot be used, the shell offers no names. The command itself reports the error when it
     # is called.
     with contextlib.suppress(typer.Exit), contextlib.redirect_stderr(io.StringIO()):
-        CREDENTIALS.set(Credentials(**{key: value for key, value in parent.items() if key in Credentials.__slots__}))
+        CREDENTIALS.set(
+            AdminCredentials(**{key: value for key, value in parent.items() if key in AdminCredentials.__slots__})
+        )
         answers = ask(
             addresses_of(context.params.get("address")),
             lambda store, _: store.ListJobs(admin_pb.ListJobsRequest(), timeout=DEADLINE_SECONDS),

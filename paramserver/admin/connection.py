@@ -53,7 +53,7 @@ class UnreachableError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
+class AdminCredentials:
     """The credentials for the daemon, from the options before the verb."""
 
     token_file: Path | None = None
@@ -89,7 +89,7 @@ class Credentials:
 
 
 # `admin.cli` sets this from the options before the verb; `connect` reads it.
-CREDENTIALS: ContextVar[Credentials] = ContextVar("credentials")
+CREDENTIALS: ContextVar[AdminCredentials] = ContextVar("credentials")
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _drop_output() -> None:
 
 
 def channel_for(address: str) -> grpc.Channel:
-    """Return a channel to a daemon with the credentials of the options before the verb; see Credentials.channel."""
+    """Return a channel to a daemon with the credentials of the options before the verb: `AdminCredentials.channel`."""
     return CREDENTIALS.get().channel(address)
 
 

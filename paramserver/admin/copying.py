@@ -18,8 +18,8 @@ from paramserver.admin.completion import Job
 from paramserver.admin.connection import (
     CREDENTIALS,
     Address,
+    AdminCredentials,
     AsJson,
-    Credentials,
     client_verb,
     end_because,
     interruptible,
@@ -129,7 +129,7 @@ def restore(
     _print(result, f"restored step {result.step} of job {job} from {source}: {_of_copy(result)}", as_json=as_json)
 
 
-def _call(name: str, *arguments: Any, credentials: Credentials, after_interrupt: str, **options: Any) -> Any:
+def _call(name: str, *arguments: Any, credentials: AdminCredentials, after_interrupt: str, **options: Any) -> Any:
     """Carry a verb out under a progress bar, and return its result.
 
     Args:

@@ -21,7 +21,7 @@ from storage.engine import Engine
 from storage.steps.reader import StepReader
 
 
-class Source(Protocol):
+class ReadSource(Protocol):
     """The bytes of one version of a slab or of a tensor's range; `version` is its step, `job` the name of its job.
 
     `dtype` is None for an activation, whose type the store does not know.
@@ -48,7 +48,7 @@ class Source(Protocol):
         """
 
 
-async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.Open) -> Source:
+async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.Open) -> ReadSource:
     """Return the source that a Read request names.
 
     Raises:
@@ -110,7 +110,7 @@ class _RangeSource:
         return data if len(data) == nbytes else data[start : start + nbytes]
 
 
-def _open_lease(engine: Engine, lease: Lease) -> Source:
+def _open_lease(engine: Engine, lease: Lease) -> ReadSource:
     if lease.reader is not None and lease.dtype is not None:
         return _LeaseSource(
             engine=engine,
@@ -142,7 +142,7 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
     )
 
 
-async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) -> Source:
+async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) -> ReadSource:
     convert.check_range(range_)
     kind = convert.kind(range_.kind)
     if range_.reader_id:
@@ -166,7 +166,7 @@ async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) 
     )
 
 
-async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> Source:
+async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> ReadSource:
     dtype = await reader.describe(range_.fqn, kind, range_.offset, range_.numel)
     return _RangeSource(
         job=reader.job.spec.name,

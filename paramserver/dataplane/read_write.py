@@ -16,7 +16,7 @@ from paramserver.contract import chunks
 from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
 from paramserver.dataplane.chunk_budget import FIRST_CHUNK_BYTES, ChunkBudget, Transfer
 from paramserver.dataplane.raw_stream import RawContext, next_message, run_transfer, write_message
-from paramserver.dataplane.read_source import Source, check_held, open_source
+from paramserver.dataplane.read_source import ReadSource, check_held, open_source
 from paramserver.rpc import convert
 from paramserver.rpc.status import answer
 from paramserver.sessions.leases import Lease, LeaseMode
@@ -33,7 +33,7 @@ FindSession = Callable[[str], Session]
 _COPIES_SENT = 2
 
 
-class Streams:
+class ReadWrite:
     """The handlers of Read and Write. `window_bytes` is the maximum credit of one writer."""
 
     def __init__(self, engine: Engine, chunk_budget: ChunkBudget, window_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Streams:
                     await answer(context, error)
 
     async def _send(
-        self, transfer: Transfer, source: Source, first_byte: int, credit: _Credit, context: RawContext
+        self, transfer: Transfer, source: ReadSource, first_byte: int, credit: _Credit, context: RawContext
     ) -> None:
         while first_byte < source.size_bytes:
             await credit.wait()

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from paramserver.contract.address import host_and_port, is_loopback
 from paramserver.errors import StartError
-from paramserver.metrics.visitors import MOST_VISITORS, Visitor, Visitors
+from paramserver.metrics.visitors import MOST_VISITORS, HttpVisitor, Visitors
 from paramserver.page.data import PageData
 from paramserver.page.web import CONFINED, document
 from paramserver.process.background import ANSWER_SECONDS
@@ -52,7 +52,7 @@ _VISITOR = "paramserver.visitor"
 class _Handler(WSGIRequestHandler):
     """The answer to one request. A connection has no second one."""
 
-    def __init__(self, visitor: Visitor, client_address: Any, server: _Server) -> None:
+    def __init__(self, visitor: HttpVisitor, client_address: Any, server: _Server) -> None:
         self._visitor = visitor
         super().__init__(visitor.connection, client_address, server)
 
@@ -127,7 +127,7 @@ class _Server(WSGIServer):
             self.visitors.leave(visitor)
             raise
 
-    def _serve(self, visitor: Visitor, client_address: Any) -> None:
+    def _serve(self, visitor: HttpVisitor, client_address: Any) -> None:
         try:
             if self._shake_hands(visitor):
                 _Handler(visitor, client_address, self)
@@ -137,7 +137,7 @@ class _Server(WSGIServer):
             self.visitors.leave(visitor)
             self.shutdown_request(visitor.connection)
 
-    def _shake_hands(self, visitor: Visitor) -> bool:
+    def _shake_hands(self, visitor: HttpVisitor) -> bool:
         """Return whether a visitor may go on, after TLS where there is TLS.
 
         This is done on the visitor's thread, so that a client that never answers holds up this thread alone. It raises
@@ -258,7 +258,7 @@ class MetricsEndpoint:
         start_response: StartResponse,
     ) -> Iterable[bytes]:
         """Answer with figures of the daemon, if the caller may see them and the event loop gives them."""
-        visitor: Visitor = environ[_VISITOR]
+        visitor: HttpVisitor = environ[_VISITOR]
         try:
             check_admin(self._gate.principal_of(environ.get("HTTP_AUTHORIZATION")))
         except RefusedError as error:

@@ -32,7 +32,7 @@ LOG_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
 
 
-class Visitor:
+class HttpVisitor:
     """One connection; its thread calls the methods, and Visitors ends it."""
 
     def __init__(self, connection: socket.socket, host: str, lock: threading.Condition) -> None:
@@ -84,30 +84,30 @@ class Visitors:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         # The connections, oldest first.
-        self._here: list[Visitor] = []
+        self._here: list[HttpVisitor] = []
         self._is_closed = False
         self._refused: Counter[str] = Counter()
         self._last_host = ""
         self._next_line = 0.0
 
-    def admit(self, connection: socket.socket, host: str) -> Visitor:
+    def admit(self, connection: socket.socket, host: str) -> HttpVisitor:
         """Return a visitor for a new connection, once there is a place for it."""
         with self._changed:
             while self._count() >= MOST_VISITORS and not self._is_closed:
                 self.look()
                 self._make_room()
                 self._changed.wait(_LOOK_SECONDS)
-            visitor = Visitor(connection, host, self._changed)
+            visitor = HttpVisitor(connection, host, self._changed)
             self._here.append(visitor)
             return visitor
 
-    def leave(self, visitor: Visitor) -> None:
+    def leave(self, visitor: HttpVisitor) -> None:
         """Forget a visitor, whose socket is about to be closed."""
         with self._changed:
             self._here.remove(visitor)
             self._changed.notify()
 
-    def note_refusal(self, visitor: Visitor, reason: str) -> None:
+    def note_refusal(self, visitor: HttpVisitor, reason: str) -> None:
         """Count a visitor that was refused, for the log. Any thread may call this."""
         with self._changed:
             if not visitor.is_ended:
@@ -140,11 +140,11 @@ class Visitors:
         if time.monotonic() >= oldest.began + LEAST_SECONDS:
             self._end(oldest, "gave way to others")
 
-    def _end(self, visitor: Visitor, reason: str) -> None:
+    def _end(self, visitor: HttpVisitor, reason: str) -> None:
         visitor.end()
         self._count_refusal(visitor, reason)
 
-    def _count_refusal(self, visitor: Visitor, reason: str) -> None:
+    def _count_refusal(self, visitor: HttpVisitor, reason: str) -> None:
         self._refused[reason] += 1
         self._last_host = visitor.host
 

@@ -28,7 +28,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from paramserver.rpc.rights import Declaration, Right, declaration_of
+from paramserver.rpc.rights import MethodRights, Right, declaration_of
 from paramserver.rpc.status import answering_errors, answering_in_time
 from paramserver.security.gate import Context
 from storage.base.errors import InvalidRequestError
@@ -94,7 +94,7 @@ class CheckedServer:
         Raises:
             TypeError: an RPC has no method that declares its right, or declares one that the RPC cannot have.
         """
-        library = library_right and Declaration(right=library_right, takes_caller=False, takes_context=True)
+        library = library_right and MethodRights(right=library_right, takes_caller=False, takes_context=True)
         handlers = {}
         for rpc in service.methods:
             method = getattr(servicer, rpc.name, None)
@@ -105,7 +105,7 @@ class CheckedServer:
             handlers[rpc.name] = self._handler(rpc, method, declared)
         self._server.add_registered_method_handlers(service.full_name, handlers)
 
-    def _handler(self, rpc: MethodDescriptor, method: Callable[..., Any], declared: Declaration) -> Any:
+    def _handler(self, rpc: MethodDescriptor, method: Callable[..., Any], declared: MethodRights) -> Any:
         admit, invoke = self._admission(declared.right), _invoke(method, declared)
         # A raw method needs no parser and no serializer, because it takes bytes from gRPC and returns bytes.
         parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
@@ -165,7 +165,7 @@ def _noting(note: NoteCall, name: str, context: Context, *, is_stream: bool) -> 
         note(name, code, time.perf_counter() - began, is_stream)
 
 
-def _invoke(method: Callable[..., Any], declared: Declaration) -> _Invoke:
+def _invoke(method: Callable[..., Any], declared: MethodRights) -> _Invoke:
     match declared.takes_caller, declared.takes_context:
         case True, True:
             return method

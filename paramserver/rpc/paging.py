@@ -16,7 +16,7 @@ MAX_PAGE = 10_000
 _MOST_DIGITS = 9
 
 
-class Place(NamedTuple):
+class PageStart(NamedTuple):
     """A place in a list of tensors, or of their shards by kind and number. A page begins with its place."""
 
     fqn: str = ""
@@ -28,7 +28,7 @@ class Place(NamedTuple):
         return f"{self.kind}.{self.shard}.{self.fqn}"
 
     @classmethod
-    def of_token(cls, token: str) -> Place:
+    def of_token(cls, token: str) -> PageStart:
         """Return the place that a token names. The empty token names the beginning of the list.
 
         Raises:

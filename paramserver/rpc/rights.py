@@ -38,7 +38,7 @@ class Right(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
+class MethodRights:
     """The right that a method demands, and its arguments: `method(request[, principal or session][, context])`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Declaration:
 def needs(
     right: Right, *, takes_context: bool = False, is_raw: bool = False, takes_caller: bool = False
 ) -> Callable[[MethodT], MethodT]:
-    """Declare which right a method demands of its caller; see Declaration for the other arguments.
+    """Declare which right a method demands of its caller; see MethodRights for the other arguments.
 
     Methods with Right.TOKEN, Right.SESSION and Right.BORROWER always take their caller.
 
@@ -66,7 +66,7 @@ def needs(
     """
 
     def declare(method: MethodT) -> MethodT:
-        declaration = Declaration(
+        declaration = MethodRights(
             right=right,
             takes_context=takes_context,
             is_raw=is_raw,
@@ -78,6 +78,6 @@ def needs(
     return declare
 
 
-def declaration_of(method: object) -> Declaration | None:
-    """Return the Declaration that `needs` has attached to a method, or None."""
+def declaration_of(method: object) -> MethodRights | None:
+    """Return the MethodRights that `needs` has attached to a method, or None."""
     return getattr(method, _ATTRIBUTE, None)

@@ -38,7 +38,7 @@ FOLLOW_SECONDS = 1.0
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
 
 
-class Entry(BaseModel):
+class TokenEntry(BaseModel):
     """One token of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,7 +52,7 @@ class Entry(BaseModel):
     expires: AwareDatetime | None = None
 
     @model_validator(mode="after")
-    def _check_jobs(self) -> Entry:
+    def _check_jobs(self) -> TokenEntry:
         if (self.role is Role.JOB) != bool(self.jobs):
             raise ValueError("a token of role job names its jobs, and one of another role none")
         if self.role is not Role.JOB and self.delete:
@@ -94,7 +94,7 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[TokenEntry]:
     """Return the tokens of a file.
 
     Raises:
@@ -119,9 +119,9 @@ def read_entries(path: Path) -> list[Entry]:
     return entries
 
 
-def _entry(path: Path, number: int, table: object) -> Entry:
+def _entry(path: Path, number: int, table: object) -> TokenEntry:
     try:
-        return Entry.model_validate(table)
+        return TokenEntry.model_validate(table)
     except ValidationError as error:
         detail = error.errors(include_input=False)[0]
         field = ".".join(map(str, detail["loc"])) or "the entry"
@@ -143,7 +143,7 @@ class TokenFile:
         self._problem = ""
         self._entries = {entry.sha256: entry for entry in read_entries(path)}
 
-    def find(self, token: str) -> Entry | None:
+    def find(self, token: str) -> TokenEntry | None:
         """Return the entry of a token, or None if the file has none."""
         return self._entries.get(digest(token))
 

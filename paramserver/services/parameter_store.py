@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from paramserver.dataplane.lending import Lending
 from paramserver.dataplane.raw_stream import RawContext
-from paramserver.dataplane.read_write import Streams
+from paramserver.dataplane.read_write import ReadWrite
 from paramserver.rpc import convert
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
@@ -45,7 +45,7 @@ class ParameterStore:
         engine: Engine,
         sessions: Sessions,
         session_service: SessionService,
-        streams: Streams,
+        streams: ReadWrite,
         lending: Lending,
         access: Access,
         quotas: Quotas,

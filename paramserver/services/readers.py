@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from paramserver.contract.capabilities import SETTLED_STEPS
 from paramserver.rpc import convert
-from paramserver.rpc.paging import Place, page_size
+from paramserver.rpc.paging import PageStart, page_size
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
@@ -144,11 +144,11 @@ class Readers:
         Raises:
             InvalidRequestError: the page is too large, or its token was not given out by a store.
         """
-        size, start = page_size(request.page_size), Place.of_token(request.page_token)
+        size, start = page_size(request.page_size), PageStart.of_token(request.page_token)
         tensors: list[pb.StoredTensor] = []
         async for fqn in in_slices(job.index.names_from(start.fqn, request.fqn_prefix)):
             if len(tensors) == size:
-                return pb.ListStoredTensorsResponse(tensors=tensors, next_page_token=Place(fqn).to_token())
+                return pb.ListStoredTensorsResponse(tensors=tensors, next_page_token=PageStart(fqn).to_token())
             if (parameter := job.spec.model.by_name.get(fqn)) is not None:
                 index = job.spec.model.index_by_name[fqn]
                 tensors.append(_describe_tensor(parameter, index, job.index.of(fqn)))

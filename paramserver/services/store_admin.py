@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from paramserver.events import KEPT_OF_A_KIND, EventKind
 from paramserver.rpc import convert
-from paramserver.rpc.paging import Place, page_size
+from paramserver.rpc.paging import PageStart, page_size
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
 from paramserver.security.gate import Context, check_deletion, check_job
@@ -82,7 +82,7 @@ class StoreAdmin(Operations):
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
         job = self.known_job(request.job)
         kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
-        size, start = page_size(request.page_size), Place.of_token(request.page_token)
+        size, start = page_size(request.page_size), PageStart.of_token(request.page_token)
         listed: list[admin_pb.ShardInfo] = []
         async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
             if slab is None:
@@ -238,15 +238,15 @@ def _describe_kept(kept: Job, size: KeptSize | None) -> admin_pb.KeptStep:
 
 
 def _shards_from(
-    job: Job, start: Place, prefix: str, kinds: Sequence[Kind]
-) -> Iterator[tuple[Place, Slab | None, Shard]]:
+    job: Job, start: PageStart, prefix: str, kinds: Sequence[Kind]
+) -> Iterator[tuple[PageStart, Slab | None, Shard]]:
     """Yield the shards of a job from a place on, by FQN, kind and offset, each with its place and its slab.
 
     The slab is None if the shard's group has no slab of that kind.
     """
     numbered = sorted((KIND_TO_WIRE[kind], kind) for kind in kinds)
     for fqn in job.index.names_from(start.fqn, prefix):
-        first = start if fqn == start.fqn else Place(fqn)
+        first = start if fqn == start.fqn else PageStart(fqn)
         placed = job.index.of(fqn)
         for number, kind in numbered:
             if number < first.kind:
@@ -254,7 +254,7 @@ def _shards_from(
             for i in range(first.shard if number == first.kind else 0, len(placed)):
                 shard, group = placed[i]
                 slab = next((slab for slab in group.slabs if slab.key.kind is kind), None)
-                yield Place(fqn, number, i), slab, shard
+                yield PageStart(fqn, number, i), slab, shard
 
 
 def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import select
 
-from storage.tiers.slots import Slot, Slots
+from storage.tiers.slots import ArenaSlot, Slots
 
 # The most pidfds at once. descriptors.py keeps that many descriptors free. A session beyond it has no pidfd; then only
 # the time counts, as for processes that are not visible here.
@@ -53,7 +53,7 @@ class ClientProcesses:
         self.count = 0
         self._slots = slots
 
-    def holder(self, slot: Slot) -> ClientProcess | None:
+    def holder(self, slot: ArenaSlot) -> ClientProcess | None:
         """Return the process that holds the lock of a slot now, which the caller has to close.
 
         None if no process holds it, if the one that does is in a PID namespace that is not visible here, or if the

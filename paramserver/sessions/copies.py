@@ -25,7 +25,7 @@ MOST_COPIES_OF_A_TOKEN = 250
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class AnnouncedCopy:
     """An announced copy into a job.
 
     Attributes:
@@ -49,7 +49,7 @@ class Copies:
     def __init__(self, on_expired: Callable[[str], Awaitable[None]]) -> None:
         """Make the table; `on_expired` is called with the job of an unfinished copy whose time is over."""
         self._on_expired = on_expired
-        self._copies: dict[str, Copy] = {}
+        self._copies: dict[str, AnnouncedCopy] = {}
         self._ending: set[asyncio.Future[None]] = set()
 
     def begin(self, job: str, run_id: str, origin: str, token: str = "") -> bool:
@@ -71,10 +71,10 @@ class Copies:
         if former is not None:
             former.timer.cancel()
             left = former.left
-        self._copies[job] = Copy(run_id, origin, left, token, self._timer(job))
+        self._copies[job] = AnnouncedCopy(run_id, origin, left, token, self._timer(job))
         return left == origin
 
-    def find(self, job: str, run_id: str) -> Copy | None:
+    def find(self, job: str, run_id: str) -> AnnouncedCopy | None:
         """Return the copy that a run makes; None if the run was not announced as a copy."""
         copy = self._copies.get(job)
         return copy if copy is not None and copy.run_id == run_id else None

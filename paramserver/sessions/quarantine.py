@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from paramserver.sessions.client_process import ClientProcess
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
-from storage.tiers.slots import Slot
+from storage.tiers.slots import ArenaSlot
 
 LOOK_SECONDS = 0.1
 
@@ -37,7 +37,7 @@ class Held:
         quiet_since: when the lock and the process were first seen to be gone, on the event loop's clock.
     """
 
-    slot: Slot
+    slot: ArenaSlot
     ranges: list[ArenaRange]
     registers_arena: bool = False
     process: ClientProcess | None = None

@@ -15,7 +15,7 @@ from paramserver.security.principals import ANYONE, Principal, Role
 from storage.base.errors import BudgetExceededError
 
 
-class Standing(enum.Enum):
+class ClientStanding(enum.Enum):
     """The three kinds of clients, by the kept seats that they may take."""
 
     OPERATOR = enum.auto()
@@ -55,16 +55,16 @@ class Visitor:
         return "the UNIX socket" if self.is_local else self.peer
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ClientStanding:
         """The kind of client, by the kept seats that it may take."""
         if self.owner.role is Role.ADMIN and (self.owner is not ANYONE or self.is_local):
-            return Standing.OPERATOR
-        return Standing.LOCAL if self.is_local else Standing.REMOTE
+            return ClientStanding.OPERATOR
+        return ClientStanding.LOCAL if self.is_local else ClientStanding.REMOTE
 
     @property
     def identity(self) -> str:
         """The name of the client's token or certificate; "" for the operator, and for a client without either."""
-        if self.standing is Standing.OPERATOR:
+        if self.standing is ClientStanding.OPERATOR:
             return ""
         if self.owner is not ANYONE:
             return f"token {self.owner.name}"
@@ -73,7 +73,9 @@ class Visitor:
     @property
     def address(self) -> str:
         """The remote machine's address without the port; "" for local clients and for the operator."""
-        return self.peer.rpartition(":")[0] if not self.is_local and self.standing is not Standing.OPERATOR else ""
+        return (
+            self.peer.rpartition(":")[0] if not self.is_local and self.standing is not ClientStanding.OPERATOR else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +149,10 @@ class Seats:
         """Release a seat. Call this once for each seat, with the visitor that took it."""
         self._count(visitor, -1)
 
-    def _kept_from(self, standing: Standing) -> int:
-        return {Standing.OPERATOR: 0, Standing.LOCAL: 1, Standing.REMOTE: 2}[standing] * self._limits.reserved
+    def _kept_from(self, standing: ClientStanding) -> int:
+        return {ClientStanding.OPERATOR: 0, ClientStanding.LOCAL: 1, ClientStanding.REMOTE: 2}[
+            standing
+        ] * self._limits.reserved
 
     def _count(self, visitor: Visitor, change: int) -> None:
         self._taken += change

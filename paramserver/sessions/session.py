@@ -24,7 +24,7 @@ from storage.state.slab import Slab
 from storage.state.versions import Job
 from storage.steps.reader import StepReader
 from storage.tiers.gpu import DeviceMemory
-from storage.tiers.slots import Slot
+from storage.tiers.slots import ArenaSlot
 
 
 class SessionStream(Protocol):
@@ -48,7 +48,7 @@ class Session:
     # The address from which the session's present stream comes.
     peer: str
     # The session's word in the arena; None if there was no free slot, so that the client must not map the arena.
-    slot: Slot | None
+    slot: ArenaSlot | None
     stream: SessionStream
     # Whether a device may copy from and to the arena on its own for the client's process.
     registers_arena: bool

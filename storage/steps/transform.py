@@ -58,7 +58,7 @@ MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class UpdateTile:
     """The part of a group that one call of a kernel works on, in each kind, as 1-D tensors.
 
     Attributes:
@@ -76,7 +76,7 @@ class Tile:
     scratch: torch.Tensor
 
 
-Kernel = Callable[[Tile], None]
+Kernel = Callable[[UpdateTile], None]
 
 
 def tile_buffer_bytes(host_budget: int) -> int:
@@ -613,7 +613,7 @@ class _Parts:
                 elif m.before is not None:
                     tensors[m.kind].copy_(m.before[first:end])
             self._kernel(
-                Tile(
+                UpdateTile(
                     start=self._start + first,
                     numel=end - first,
                     tensors=tensors,

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from storage.tiers.free_runs import FreeRuns
 
 
-class Placed(Protocol):
+class PlacedCopy(Protocol):
     """A copy that has bytes [offset, offset + room_bytes) of the memory."""
 
     @property
@@ -20,7 +20,7 @@ class Placed(Protocol):
     def room_bytes(self) -> int: ...
 
 
-PlacedT = TypeVar("PlacedT", bound=Placed)
+PlacedT = TypeVar("PlacedT", bound=PlacedCopy)
 
 
 def giving_way(free: FreeRuns, room_bytes: int, candidates: Iterable[PlacedT]) -> Sequence[PlacedT]:

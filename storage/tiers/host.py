@@ -29,7 +29,7 @@ _ZEROS = memoryview(bytes(256 << 10))
 
 
 @dataclass(slots=True)
-class _Waiter:
+class _RangeWaiter:
     """A request for a range that waits for room."""
 
     nbytes: int
@@ -102,7 +102,7 @@ class HostTier:
         self._on_shortage: list[Callable[[], None]] = []
         # For each queue behind all allocations, a function that returns when each of its requests came.
         self._queues_behind: list[Callable[[], Iterable[float]]] = []
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[_RangeWaiter] = deque()
 
     @property
     def budget_bytes(self) -> int:
@@ -202,7 +202,7 @@ class HostTier:
         if not self._waiters and (range_ := self._allocate(nbytes, from_top=from_top, later_than=None)):
             return range_
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
+        waiter = _RangeWaiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
         self.announce_shortage()
         deadline = Alarm(self.deadline() if until is None else until, partial(self._refuse, waiter))
@@ -308,7 +308,7 @@ class HostTier:
         self.counters.moved_bytes += range_.nbytes
         self.arena.free(range_)
 
-    def _refuse(self, waiter: _Waiter) -> None:
+    def _refuse(self, waiter: _RangeWaiter) -> None:
         """Fail a request whose deadline has passed."""
         if waiter.granted.done():
             # The request was granted or cancelled at the same moment, and its task has not run since then.
@@ -323,7 +323,7 @@ class HostTier:
         )
         self._leave(waiter)
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: _RangeWaiter) -> None:
         """Remove a request from the queue, and serve those behind it."""
         self._waiters.remove(waiter)
         self.room_made()

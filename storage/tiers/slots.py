@@ -32,7 +32,7 @@ _ENDED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArenaSlot:
     """A taken slot: the word at byte `offset` of the arena.
 
     The word has the value `generation`, which no other slot ever had, until the slot is ended.
@@ -55,33 +55,33 @@ class Slots:
         # locking a word that now belongs to another client.
         self._free = deque(range(FIRST_SLOT_BYTE, FIRST_SLOT_BYTE + count * SLOT_BYTES, SLOT_BYTES))
 
-    def take(self) -> Slot | None:
+    def take(self) -> ArenaSlot | None:
         """Take a free slot and give it a new generation; None if all slots are taken."""
         if not self._free:
             return None
-        slot = Slot(self._free.popleft(), next(self._generations))
+        slot = ArenaSlot(self._free.popleft(), next(self._generations))
         index = slot.offset // _WORD_BYTES
         self._words[index + 1] = 0
         self._words[index] = slot.generation
         return slot
 
-    def end(self, slot: Slot) -> None:
+    def end(self, slot: ArenaSlot) -> None:
         """Change the word, so that the client knows that its session has ended. The slot stays taken."""
         self._words[slot.offset // _WORD_BYTES] = _ENDED
 
-    def is_held(self, slot: Slot) -> bool:
+    def is_held(self, slot: ArenaSlot) -> bool:
         """Return whether a client holds the lock of the slot, and so may still write to the arena."""
         return syscalls.is_locked_elsewhere(self._fd, slot.offset)
 
-    def holder(self, slot: Slot) -> int | None:
+    def holder(self, slot: ArenaSlot) -> int | None:
         """Return the id of the process that holds the slot's lock; None if no process that is visible here does."""
         return syscalls.locker(self._fd, slot.offset)
 
-    def has_left(self, slot: Slot) -> bool:
+    def has_left(self, slot: ArenaSlot) -> bool:
         """Return whether the client has said that its device has done all copies from and to the arena."""
         return self._words[slot.offset // _WORD_BYTES + 1] == slot.generation
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: ArenaSlot) -> None:
         """Free an ended slot whose lock no process holds, so that it can be taken again."""
         self._free.append(slot.offset)
 

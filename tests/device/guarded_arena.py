@@ -32,7 +32,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.device import lag
 from trainer_client.client.transport import attachment
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.planes import ArenaPlane, LeasedBytes
 from trainer_client.client.transport.rank_store import RankStore
@@ -56,7 +56,7 @@ class _PrivateMemory:
 class GuardedPlane(ArenaPlane):
     """The plane of one session; it has the private memory of all its leases."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: MappedArena) -> None:
         super().__init__(arena)
         self._memories: list[_PrivateMemory] = []
         # The private memory of each lease, and of write leases the place in the arena that the bytes belong to.
@@ -126,7 +126,7 @@ def guarded_arena() -> Iterator[None]:
     """Give the sessions that are opened meanwhile guarded leases."""
     planes: list[GuardedPlane] = []
 
-    def make(arena: Arena) -> GuardedPlane:
+    def make(arena: MappedArena) -> GuardedPlane:
         planes.append(GuardedPlane(arena))
         return planes[-1]
 

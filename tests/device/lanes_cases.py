@@ -16,7 +16,7 @@ import torch
 
 from tests.device import lag
 from trainer_client.base.lanes import device_lanes
-from trainer_client.base.lanes.device_lanes import CopyOut, DeviceLanes, Slot
+from trainer_client.base.lanes.device_lanes import CopyOut, DeviceLanes, StagingSlot
 
 # The device "lag": until `lag.load()`, torch has this name for it.
 DEVICE = torch.device("privateuseone", 0)
@@ -62,8 +62,8 @@ class Mutant:
 
 
 MUTANTS = {
-    "the in-lane does not wait until a slot is read": Mutant(Slot, "wait_until_drained", _nothing),
-    "nobody notes when a slot is read": Mutant(Slot, "note_drained", _nothing),
+    "the in-lane does not wait until a slot is read": Mutant(StagingSlot, "wait_until_drained", _nothing),
+    "nobody notes when a slot is read": Mutant(StagingSlot, "note_drained", _nothing),
     "nobody waits until a slot is filled": Mutant(DeviceLanes, "_wait_until_filled", _nothing),
     "compute does not wait for a gather": Mutant(DeviceLanes, "_wait_until_gathered", _nothing),
     "comm does not wait for compute": Mutant(DeviceLanes, "_wait_until_given", _nothing),

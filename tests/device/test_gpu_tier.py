@@ -30,7 +30,7 @@ from tests.integration.support.training import (
     engine_config,
     micro_batches,
 )
-from trainer_client.client.transport.device_memory import DeviceMemory
+from trainer_client.client.transport.device_memory import OfferedMemory
 from trainer_client.config.loading import load_config
 from trainer_client.engine.engine import Engine
 from trainer_client.plan.device_copies import plan_copies
@@ -220,15 +220,15 @@ def between_steps(act: Callable[[Engine, int], None]) -> AbstractContextManager[
 @contextmanager
 def no_room_for_two_blocks() -> Iterator[list[int]]:
     """Fail where the old and a smaller new memory are needed at once; add the sizes that were wanted to the list."""
-    resize, refused = DeviceMemory.resize, list[int]()
+    resize, refused = OfferedMemory.resize, list[int]()
 
-    def resize_or_fail(memory: DeviceMemory, nbytes: int) -> None:
+    def resize_or_fail(memory: OfferedMemory, nbytes: int) -> None:
         if 0 < nbytes < memory.nbytes:
             refused.append(nbytes)
             raise torch.OutOfMemoryError("there is no memory on this device")
         resize(memory, nbytes)
 
-    with mock.patch.object(DeviceMemory, "resize", resize_or_fail):
+    with mock.patch.object(OfferedMemory, "resize", resize_or_fail):
         yield refused
 
 
@@ -397,12 +397,12 @@ def test_the_device_allocates_nothing_more_after_the_second_step(trainer: Traine
 @pytest.mark.parametrize("mutant", [False, True])
 def test_passes_on_other_streams_read_copies_when_they_are_complete(mutant: bool) -> None:
     device = torch.device("lag", 0)
-    memory = DeviceMemory(device, 4096)
+    memory = OfferedMemory(device, 4096)
     kept = memory.range(pb.DeviceRange(offset=512), 2048)
     values = torch.arange(512, dtype=torch.float32, device=device)
     first, second = torch.Stream(device), torch.Stream(device)
     lag.synchronize()
-    left_out = mock.patch.object(DeviceMemory, "_wait_for_last_use", lambda *_: None) if mutant else nullcontext()
+    left_out = mock.patch.object(OfferedMemory, "_wait_for_last_use", lambda *_: None) if mutant else nullcontext()
     lag.set_lag(30, first)
     with left_out:
         with first:

@@ -14,7 +14,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.device import lag
 from tests.device.guarded_arena import GuardedPlane
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 
 DEVICE = torch.device("lag", 0)
 NUMEL = 1024
@@ -24,14 +24,14 @@ LEASE = pb.Lease(lease_id=7, arena_offset=START, size_bytes=4 * NUMEL, version=3
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
+def arena(tmp_path: Path) -> Iterator[MappedArena]:
     """An arena whose bytes under LEASE are ones."""
     content = bytearray(START) + NUMEL * struct.pack("f", 1.0)
     content[: len(NONCE)] = NONCE
     content[64:72] = struct.pack("<Q", 1)
     path = tmp_path / "arena"
     path.write_bytes(content)
-    mapped = Arena.map(
+    mapped = MappedArena.map(
         pb.Arena(file_path=os.fspath(path), nonce=NONCE, size_bytes=len(content), generation_offset=64, generation=1)
     )
     assert mapped is not None
@@ -40,18 +40,18 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def plane(arena: Arena) -> Iterator[GuardedPlane]:
+def plane(arena: MappedArena) -> Iterator[GuardedPlane]:
     plane = GuardedPlane(arena)
     yield plane
     torch.accelerator.synchronize()
     plane.close()
 
 
-def stored(arena: Arena) -> float:
+def stored(arena: MappedArena) -> float:
     return float(arena.view(START, 4 * NUMEL).view(torch.float32).sum())
 
 
-def test_a_read_that_was_waited_for_has_the_bytes(plane: GuardedPlane, arena: Arena) -> None:
+def test_a_read_that_was_waited_for_has_the_bytes(plane: GuardedPlane, arena: MappedArena) -> None:
     lag.set_lag(lag.ENDLESS)
     leased = plane.open_read(LEASE)
     target = torch.zeros(NUMEL, device=DEVICE)
@@ -80,7 +80,7 @@ def test_a_lease_that_is_released_too_early_is_a_race_and_nan_if_the_copy_is_lat
 
 @pytest.mark.parametrize("milliseconds", [0, lag.ENDLESS])
 def test_a_write_that_is_handed_over_too_early_is_a_race_and_nan_if_the_copy_is_late(
-    plane: GuardedPlane, arena: Arena, milliseconds: int
+    plane: GuardedPlane, arena: MappedArena, milliseconds: int
 ) -> None:
     lag.set_lag(milliseconds)
     leased = plane.open_write(LEASE)

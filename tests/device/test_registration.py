@@ -19,7 +19,7 @@ from tests.integration.support.store_client import Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.client.transport.mapping import map_file
-from trainer_client.client.transport.pinning import DRIVERS, Driver, PinError, Pins, driver_of, slices_of
+from trainer_client.client.transport.pinning import DRIVERS, PinDriver, PinError, Pins, driver_of, slices_of
 from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 DEVICE = torch.device("lag", 0)
@@ -27,14 +27,14 @@ MIB = 1 << 20
 MARK = 0xAB
 
 
-def _make_driver(_: torch.device) -> Driver:
+def _make_driver(_: torch.device) -> PinDriver:
     """Return the driver of the simulated device, whose codes are CUDA's."""
 
     def checked(code: int) -> None:
         if code != 0:
             raise PinError(f"error {code}")
 
-    return Driver(
+    return PinDriver(
         register=lambda address, nbytes: checked(lag.register_host(address, nbytes)),
         unregister=lambda address: checked(lag.unregister_host(address)),
         synchronize=lag.synchronize,
@@ -42,7 +42,7 @@ def _make_driver(_: torch.device) -> Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> PinDriver:
     monkeypatch.setitem(DRIVERS, "lag", _make_driver)
     driver = driver_of(DEVICE, "auto")
     assert driver is not None
@@ -57,7 +57,7 @@ def memory() -> Iterator[torch.Tensor]:
     os.close(descriptor)
 
 
-def test_a_copy_over_several_registrations_is_cut_for_the_device(driver: Driver, memory: torch.Tensor) -> None:
+def test_a_copy_over_several_registrations_is_cut_for_the_device(driver: PinDriver, memory: torch.Tensor) -> None:
     lag.set_lag(lag.ENDLESS)
     before = lag.registered_bytes()
     pins = Pins(driver, memory.data_ptr(), memory.numel(), memory.numel, 2 * MIB)
@@ -78,7 +78,7 @@ def test_a_copy_over_several_registrations_is_cut_for_the_device(driver: Driver,
 
 
 def test_a_registration_that_is_refused_leaves_copies_right_and_synchronous(
-    driver: Driver, memory: torch.Tensor, caplog: pytest.LogCaptureFixture
+    driver: PinDriver, memory: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     lag.set_lag(lag.ENDLESS)
     lag.fail_registrations(1)
@@ -91,7 +91,7 @@ def test_a_registration_that_is_refused_leaves_copies_right_and_synchronous(
     pins.close()
 
 
-def test_a_client_that_leaves_waits_for_late_copies_into_its_lease(driver: Driver, tmp_path: Path) -> None:
+def test_a_client_that_leaves_waits_for_late_copies_into_its_lease(driver: PinDriver, tmp_path: Path) -> None:
     layout = Layout(name="job")
     config = {"late_copy_seconds": 600.0, "session_grace_seconds": 0.2}
     with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
@@ -120,7 +120,7 @@ def test_a_client_that_leaves_waits_for_late_copies_into_its_lease(driver: Drive
         assert tiers(daemon.address)[0].quarantined_bytes == 0, "a client that leaves in order leaves nothing behind"
 
 
-def test_a_rank_votes_behind_its_last_copy(driver: Driver, tmp_path: Path) -> None:
+def test_a_rank_votes_behind_its_last_copy(driver: PinDriver, tmp_path: Path) -> None:
     layout = Layout(name="job")
     with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:
         clients.rank(layout, run_id="first").begin().close()

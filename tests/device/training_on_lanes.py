@@ -24,7 +24,7 @@ from tests.integration.support import training
 from tests.integration.support.ranks import run_ranks
 from tests.integration.support.training import Result, Run
 from trainer_client.base.lanes.device_lanes import DeviceLanes
-from trainer_client.client.transport.pinning import DRIVERS, Driver, PinError
+from trainer_client.client.transport.pinning import DRIVERS, PinDriver, PinError
 
 # The lanes of a rank that can be late alone, and where DeviceLanes has them.
 LANES = {"in": "_in", "comm": "_comm", "out": "_out", "beside": "_beside"}
@@ -103,7 +103,7 @@ def registered_arena() -> Iterator[None]:
         if code:
             raise PinError(f"error {code}")
 
-    driver = Driver(
+    driver = PinDriver(
         register=lambda address, nbytes: checked(lag.register_host(address, nbytes)),
         unregister=lambda address: checked(lag.unregister_host(address)),
         synchronize=lag.synchronize,

@@ -25,7 +25,7 @@ from trainer_client.exchange.imported_job import ImportedJob
 from trainer_client.exchange.imported_state import encode_state
 from trainer_client.exchange.weight_files import divide
 from trainer_client.training.run import checkpoint_files, client_state
-from trainer_client.training.run.checkpoint_files import KeptAt, Manifest
+from trainer_client.training.run.checkpoint_files import CheckpointManifest, KeptAt
 
 JOB = "job"
 STATE = {"counters": {"global_steps": 3, "train_batch_size": 2}, "pair": (1, {2: [3.5]}), "tensor": torch.arange(6)}
@@ -70,7 +70,7 @@ def _make_states(root: Path) -> None:
     content = io.BytesIO()
     torch.save({"set": {1, 2}, "tensor": torch.ones(3), "bytes": b"x"}, content)
     (root / "user state" / "state.pt").write_bytes(content.getvalue())
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         tag="tag",
         job=JOB,
         kept="kept",

@@ -21,7 +21,7 @@ from storage.base.errors import NotFoundError
 from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
 from storage.state.versions import Job
-from storage.steps.transform import Tile
+from storage.steps.transform import UpdateTile
 from tests.faults.jobs import FACTORS, JobShape, gradient, updates
 from tests.faults.oracle import Act, Announcement, Oracle
 
@@ -83,7 +83,7 @@ def group_specs(shape: JobShape) -> list[GroupSpec]:
     ]
 
 
-def apply_rule(tile: Tile) -> None:
+def apply_rule(tile: UpdateTile) -> None:
     """Apply the update rule of tests.faults.jobs to a tile."""
     tile.scratch.copy_(tile.gradient)
     weight_kind = Kind.MASTER if Kind.MASTER in tile.tensors else Kind.PARAM

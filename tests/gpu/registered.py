@@ -11,10 +11,10 @@ import torch
 
 from storage.tiers.arena import PIECE_BYTES
 from trainer_client.client.transport.mapping import map_file
-from trainer_client.client.transport.pinning import Driver, Pins, driver_of
+from trainer_client.client.transport.pinning import PinDriver, Pins, driver_of
 
 
-def cuda_driver() -> Driver:
+def cuda_driver() -> PinDriver:
     driver = driver_of(torch.device("cuda", torch.cuda.current_device()), True)
     assert driver is not None
     return driver

@@ -20,7 +20,7 @@ from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
 from benchmarks.training import beside, depth, scale
 from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
-from benchmarks.training.contestant_process import Block, Entry
+from benchmarks.training.contestant_process import Block, RunningContestant
 from benchmarks.training.heat import Standing
 from benchmarks.training.result import summaries
 from benchmarks.training.task import TrainingTask
@@ -120,7 +120,7 @@ def block(*seconds: float, losses: list[float] | None = None) -> Block:
 
 def standing(name: str, kind: str, blocks: list[Block], losses: list[float]) -> Standing:
     return Standing(
-        entry=Entry(name=name, kind=kind), blocks=blocks, losses=losses, memory=Memory(main=30, children=10)
+        entry=RunningContestant(name=name, kind=kind), blocks=blocks, losses=losses, memory=Memory(main=30, children=10)
     )
 
 
@@ -145,7 +145,7 @@ def test_deepspeed_may_differ_a_little_and_else_does_not_count() -> None:
     plain = standing("plain", "plain", [block(1, 1)], [1.0, 0.5])
     near = standing("near", "deepspeed", [block(1, 1)], [1.0, 0.51])
     far = standing("far", "deepspeed", [block(1, 1)], [1.0, 0.6])
-    absent = Standing(entry=Entry(name="absent", kind="deepspeed"), not_run="no compiler")
+    absent = Standing(entry=RunningContestant(name="absent", kind="deepspeed"), not_run="no compiler")
     found = summaries([plain, near, far, absent], TASK)
     assert found["near"]["not_run"] is None and found["near"]["loss_difference"] == pytest.approx(0.01)
     assert "differ" in found["far"]["not_run"]

@@ -31,7 +31,7 @@ from trainer_client import StoreClientSync
 from trainer_client.client.store_client.connection import Connection
 from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.copying.daemon_step import DaemonStep
-from trainer_client.copying.description import Progress
+from trainer_client.copying.description import CopyProgress
 from trainer_client.copying.put_step import CopyResult, PutRun, copy_step
 from trainer_client.errors import CopyError, StoreBudgetError, StoreUnavailableError
 
@@ -88,7 +88,7 @@ def copy(
     job: str,
     *,
     prefer_streams: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CopyProgress], None] = lambda _: None,
     **which: Any,
 ) -> CopyResult:
     source, sink = (
@@ -361,7 +361,7 @@ def test_a_killed_copy_goes_on_where_it_was(stores: Stores, tmp_path: Path, job:
 def test_an_interrupted_copy_goes_on_where_it_was(stores: Stores, job: str) -> None:
     put(stores.first.address, job, tensors(0))
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: CopyProgress) -> None:
         if 2 * progress.done_bytes >= progress.total_bytes:
             raise KeyboardInterrupt
 
@@ -390,7 +390,7 @@ def test_a_target_that_is_killed_half_way_has_nothing_of_the_step(stores: Stores
     with ExitStack() as daemons:
         target = daemons.enter_context(Daemon(tmp_path / "c", CONFIG))
 
-        def kill(progress: Progress) -> None:
+        def kill(progress: CopyProgress) -> None:
             if 2 * progress.done_bytes >= progress.total_bytes:
                 target.kill()
 
@@ -422,7 +422,7 @@ def test_a_copy_begins_anew_after_a_restart_of_its_target_and_leaks_nothing(
             copy(stores.first, running[0], job)
             put(stores.first.address, job, tensors(1))
 
-        def restart(progress: Progress) -> None:
+        def restart(progress: CopyProgress) -> None:
             if 2 * progress.done_bytes >= progress.total_bytes and len(running) == 1:
                 running[0].kill()
                 running.append(daemons.enter_context(Daemon(tmp_path / "c", CONFIG)))
@@ -457,7 +457,7 @@ def test_a_copy_goes_on_after_a_restart_of_the_daemon_that_is_read(stores: Store
         running = [daemons.enter_context(Daemon(tmp_path / "c", CONFIG))]
         put(running[0].address, job, tensors(0))
 
-        def restart(progress: Progress) -> None:
+        def restart(progress: CopyProgress) -> None:
             if 2 * progress.done_bytes >= progress.total_bytes and len(running) == 1:
                 running[0].kill()
                 running.append(daemons.enter_context(Daemon(tmp_path / "c", CONFIG)))

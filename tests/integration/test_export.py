@@ -53,7 +53,7 @@ from trainer_client.exchange.export import (
     DTYPES,
     ExportResult,
     Format,
-    Progress,
+    TensorProgress,
     WeightDType,
     begin_export,
     export_step,
@@ -452,7 +452,7 @@ def test_peft_loads_an_adapter_that_was_exported_alone(trained: Trained, tmp_pat
 
 @pytest.mark.parametrize("format", get_args(Format))
 def test_a_full_disk_or_an_interruption_leaves_nothing(trained: Trained, tmp_path: Path, format: Format) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: TensorProgress) -> None:
         assert progress.total_bytes > 0
         if progress.read_bytes > progress.total_bytes // 2:
             raise KeyboardInterrupt
@@ -508,7 +508,7 @@ def test_the_command_says_what_is_wrong(trained: Trained, tmp_path: Path) -> Non
 def test_a_file_that_checksums_cannot_name_is_refused_at_once(trained: Trained, tmp_path: Path, name: bytes) -> None:
     (tmp_path / "with").mkdir()
     (tmp_path / "with" / os.fsdecode(name)).write_text("a configuration")
-    read: list[Progress] = []
+    read: list[TensorProgress] = []
     with pytest.raises(trainer_client.ConfigError, match="does not fit into a line: rename it"):
         export_step(
             *(trained.address, JOB, None, tmp_path / "export"),
@@ -542,7 +542,7 @@ def test_a_url_is_complete_once_it_has_its_checksums(trained: Trained) -> None:
     url = "memory://exports/gpt2"
     files = fsspec.filesystem("memory")
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: TensorProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

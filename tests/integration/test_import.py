@@ -31,7 +31,7 @@ from tests.integration.support.waiting import wait_until
 from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.errors import ImportCheckpointError, JobConflictError
 from trainer_client.exchange import import_cli
-from trainer_client.exchange.export import Progress, WeightDType, export_step
+from trainer_client.exchange.export import TensorProgress, WeightDType, export_step
 from trainer_client.exchange.import_checkpoint import import_checkpoint
 from trainer_client.schedules import WarmupLR
 
@@ -367,14 +367,14 @@ def test_nothing_is_left_of_an_import_that_fails(address: str, tmp_path: Path) -
     save_file({"weight": torch.randn(1 << 20), "bias": torch.randn(9)}, tmp_path / "model.safetensors")
     before = jobs_of(address)
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: TensorProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         import_checkpoint(address, "broken", tmp_path, on_progress=interrupt)
     wait_until(lambda: jobs_of(address) == before)
 
-    def cut(progress: Progress) -> None:
+    def cut(progress: TensorProgress) -> None:
         with (tmp_path / "model.safetensors").open("r+b") as file:
             file.truncate(1000)
 
@@ -423,7 +423,7 @@ def test_the_memory_of_an_import_does_not_grow_with_the_checkpoint(tmp_path: Pat
     del tensors
     peaks: list[int] = []
 
-    def note(progress: Progress) -> None:
+    def note(progress: TensorProgress) -> None:
         status = Path("/proc/self/status").read_text()
         peaks.append(int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) << 10)
 

@@ -28,7 +28,7 @@ from tests.integration.support.store_client import Client, Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.client.transport.credentials import NO_CREDENTIALS
-from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.copying.follow import DaemonPlace, Follower, FollowerOrder
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "prometheus"
 STALL_SOURCE = Path(__file__).parents[1] / "faults" / "stall.c"
@@ -254,7 +254,7 @@ def test_each_planted_fault_raises_its_alert_and_a_healthy_daemon_raises_none(tm
 
 def replicated(own: Daemon, holder: Daemon) -> AbstractContextManager[Follower]:
     """Keep a replica of a daemon's job."""
-    origin, target = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
+    origin, target = (DaemonPlace.of(daemon.address, NO_CREDENTIALS) for daemon in (own, holder))
     return following(FollowerOrder(job=TRAINED.name, origin=origin, holder=target, finish_seconds=1.0))
 
 

@@ -36,9 +36,9 @@ from tests.integration.support.ranks import Launch
 from tests.integration.support.training import Run, assert_bit_equal, launch
 from tests.integration.support.waiting import wait_until
 from trainer_client import ConfigError, Engine, JobConflictError, StoreClientSync, StoreUnavailableError
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 from trainer_client.client.transport.credentials import NO_CREDENTIALS, Credentials
-from trainer_client.copying.follow import Follower, FollowerOrder, Place
+from trainer_client.copying.follow import DaemonPlace, Follower, FollowerOrder
 from trainer_client.errors import UnauthenticatedError
 from trainer_client.training.run.replicas import choose_holders
 
@@ -111,7 +111,7 @@ def step_of(daemon: Daemon, job: str) -> int:
 
 def order_of(nodes: Nodes, job: str, *, finish_seconds: float) -> FollowerOrder:
     """Return the order to copy a job from the first node to the second one."""
-    own, holder = (Place.of(daemon.address, NO_CREDENTIALS) for daemon in (nodes.own, nodes.holder))
+    own, holder = (DaemonPlace.of(daemon.address, NO_CREDENTIALS) for daemon in (nodes.own, nodes.holder))
     return FollowerOrder(job=job, origin=own, holder=holder, finish_seconds=finish_seconds)
 
 
@@ -404,7 +404,7 @@ def test_a_follower_without_a_trainer_does_not_bring_back_a_holder_that_another_
 ) -> None:
     """The holder is lost for good. Its follower tries until its time is over, beside a run with another config."""
     tensors = {"weight": torch.zeros(64)}
-    gone = Place.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS)
+    gone = DaemonPlace.of(f"unix:{tmp_path}/gone.sock", NO_CREDENTIALS)
     order = replace(order_of(shared, job, finish_seconds=1.0), holder=gone)
     with StoreClientSync.connect(shared.own.address) as client:
         with client.open(job, tensors) as writer:
@@ -484,14 +484,14 @@ def test_a_follower_goes_on_after_a_shortage_of_memory(
     with StoreClientSync.connect(shared.own.address) as client, client.open(job, tensors) as writer:
         writer.put(tensors)
         writer.commit()
-    really_map, are_short = Arena.map, [*[False] * maps, True]
+    really_map, are_short = MappedArena.map, [*[False] * maps, True]
 
     def map_later(*arguments: Any, **options: Any) -> Any:
         if are_short and are_short.pop(0):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return really_map(*arguments, **options)
 
-    monkeypatch.setattr(Arena, "map", map_later)
+    monkeypatch.setattr(MappedArena, "map", map_later)
     order = order_of(shared, job, finish_seconds=20.0)
     with following(order):
         wait_until(lambda: step_of(shared.holder, job) == 0)
@@ -520,8 +520,8 @@ def test_a_follower_goes_on_with_the_token_that_has_replaced_its_own(tmp_path: P
         own, holder = daemons
         order = FollowerOrder(
             job=job,
-            origin=Place.of(own.address, Credentials(token_file=token_file)),
-            holder=Place.of(holder.address, Credentials(token_file=token_file)),
+            origin=DaemonPlace.of(own.address, Credentials(token_file=token_file)),
+            holder=DaemonPlace.of(holder.address, Credentials(token_file=token_file)),
             finish_seconds=20.0,
         )
 

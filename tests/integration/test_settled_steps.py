@@ -23,7 +23,7 @@ from tests.integration.support.settling_ranks import Plan
 from tests.integration.support.store_client import Client, refused
 from tests.integration.support.waiting import wait_until
 from trainer_client import StoreClientSync, StoreError
-from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.copying.follow import DaemonPlace, FollowerOrder
 
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "256MiB", "session_grace_seconds": 0.5}
 MODULE = "tests.integration.support.settling_ranks"
@@ -118,8 +118,8 @@ def test_a_step_that_one_node_never_got_is_neither_called_safe_nor_shown(stores:
     watcher = Watcher(first.address, job)
     order = FollowerOrder(
         job=job,
-        origin=Place(address=first.address),
-        holder=Place(address=second.address),
+        origin=DaemonPlace(address=first.address),
+        holder=DaemonPlace(address=second.address),
         held_as=replica,
         finish_seconds=20,
     )

@@ -13,7 +13,7 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from trainer_client.runtime.zero.offload_states import get_state_devices
 from trainer_client.training.run import state_offload
-from trainer_client.training.run.device_copies import DeviceCopies
+from trainer_client.training.run.device_copies import CopyRoom
 from trainer_client.training.run.state_offload import DeviceState
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -130,7 +130,7 @@ def test_what_found_no_room_on_the_device_is_brought_back_later(
 def test_a_second_move_that_fails_brings_the_states_of_the_first_one_back(
     model_store: str, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: DeviceCopies) -> None:
+    def fail(_: CopyRoom) -> None:
         raise MemoryError("planted")
 
     with begin(model_store, job, "stage 3") as engine:
@@ -138,7 +138,7 @@ def test_a_second_move_that_fails_brings_the_states_of_the_first_one_back(
         before = held_bytes(engine)
         engine.offload_states(include=[DeviceState.hp_params])
         with monkeypatch.context() as patched, pytest.raises(MemoryError, match="planted"):
-            patched.setattr(DeviceCopies, "withdraw", fail)
+            patched.setattr(CopyRoom, "withdraw", fail)
             engine.offload_states()
         assert held_bytes(engine) == before
         losses += list(steps(engine, 3))

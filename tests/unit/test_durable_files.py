@@ -25,7 +25,7 @@ from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
 from storage.base.errors import DeviceError
 from storage.jobs import directories
-from trainer_client.base.recorder import Span
+from trainer_client.base.recorder import TraceSpan
 from trainer_client.copying.backup_files import open_files
 from trainer_client.engine.states import EngineStates
 from trainer_client.errors import BackupError, ExportError
@@ -72,7 +72,7 @@ def put_weights(directory: Path, number: int) -> None:
 
 
 def put_trace(directory: Path, number: int) -> None:
-    spans = [Span(row="steps", name=f"step {number}", began=1.0, ended=2.0)] * 500
+    spans = [TraceSpan(row="steps", name=f"step {number}", began=1.0, ended=2.0)] * 500
     write_trace(directory / "trace.json", [Process(name="rank 0", spans=spans)], began=1.0, rows=["steps"])
 
 

@@ -21,7 +21,7 @@ from trainer_client.copying.backup import BackupStep
 from trainer_client.errors import BackupError, CheckpointError, ClientStateError, ConfigError
 from trainer_client.launch.store import OwnDaemon
 from trainer_client.training.run import client_state
-from trainer_client.training.run.checkpoint_files import Manifest
+from trainer_client.training.run.checkpoint_files import CheckpointManifest
 
 NESTED = "[" * 100_000
 TOML = f"key = {NESTED}"
@@ -46,7 +46,7 @@ READ: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "variable": (DaemonConfigError, lambda _: load_config(None, {}, {"PARAMSERVER_SERVE_QUOTAS": f"{{a = {NESTED}}}"})),
     "launch.toml": (ConfigError, lambda path: OwnDaemon.of(path, {})),
     "config.json": (ConfigError, read_config_file),
-    "manifest.json": (CheckpointError, lambda path: Manifest.from_json(path.read_text(), str(path))),
+    "manifest.json": (CheckpointError, lambda path: CheckpointManifest.from_json(path.read_text(), str(path))),
     "client state": (ClientStateError, lambda _: client_state.decode(state_of(NESTED))),
     "nested client state": (ClientStateError, lambda _: client_state.decode(state_of("[" * 900 + "]" * 900))),
     "label": (BackupError, lambda path: backup(path.parent, NESTED, "{}")),

@@ -24,7 +24,7 @@ _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODUL
 _WITH_INDEX = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
 
 
-class _Process:
+class _GpuProcess:
     """The device that this process computes on; None if no rank was opened in it yet."""
 
     device: torch.device | None
@@ -33,7 +33,7 @@ class _Process:
         self.device = None
 
 
-_process = _Process()
+_process = _GpuProcess()
 
 
 def check_setting(setting: str) -> str:

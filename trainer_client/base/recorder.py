@@ -69,7 +69,7 @@ class Link(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """An interval of time in a trace.
 
     Attributes:
@@ -160,7 +160,7 @@ class Recorder:
         self._stalled_ever = 0.0
         # The lists of the traces that are being taken. A tuple that is replaced as a whole, because other threads
         # iterate over it.
-        self._traces: tuple[list[Span], ...] = ()
+        self._traces: tuple[list[TraceSpan], ...] = ()
         self._computing: tuple[str, Stopwatch] | None = None
         self._stopwatch: Callable[[], Stopwatch] = HostStopwatch
 
@@ -271,13 +271,13 @@ class Recorder:
         sums.ended = self._phase_began
         return sums
 
-    def start_trace(self) -> list[Span]:
+    def start_trace(self) -> list[TraceSpan]:
         """Begin to keep spans in a new list, at most MAX_SPANS, and return it. Several traces may be taken at once."""
-        spans: list[Span] = []
+        spans: list[TraceSpan] = []
         self._traces = (*self._traces, spans)
         return spans
 
-    def stop_trace(self, spans: list[Span]) -> list[Span]:
+    def stop_trace(self, spans: list[TraceSpan]) -> list[TraceSpan]:
         """Stop keeping spans in the list that `start_trace` returned, and return it."""
         # The code of the model that runs now ends for this trace, and begins anew for the others.
         computing = self._computing
@@ -290,7 +290,7 @@ class Recorder:
     def _note(self, row: str, name: str, began: float, ended: float, nbytes: int = 0) -> None:
         # The attribute is read only once, because another thread may end a trace meanwhile.
         if traces := self._traces:
-            span = Span(row=row, name=name, began=began, ended=ended, nbytes=nbytes)
+            span = TraceSpan(row=row, name=name, began=began, ended=ended, nbytes=nbytes)
             for spans in traces:
                 if len(spans) < MAX_SPANS:
                     spans.append(span)

@@ -31,7 +31,7 @@ _NO_SECTION = frozenset({"model_type", "model_attributes_type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TypedSection:
     """A key whose section depends on its key `type`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Choice:
     why_refused: Callable[[str], str]
 
 
-def explain(error: ValidationError, model: type[Section], choices: Mapping[str, Choice]) -> str:
+def explain(error: ValidationError, model: type[Section], choices: Mapping[str, TypedSection]) -> str:
     """Return a line for each problem in pydantic's error.
 
     Args:
@@ -58,7 +58,7 @@ def explain(error: ValidationError, model: type[Section], choices: Mapping[str, 
 class _Explainer:
     """The sentences about one class of config."""
 
-    def __init__(self, model: type[Section], choices: Mapping[str, Choice]) -> None:
+    def __init__(self, model: type[Section], choices: Mapping[str, TypedSection]) -> None:
         self._model = model
         self._choices = choices
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from paramserver.contract.address import ADDRESS_VARIABLE
 from trainer_client.config.automatic import resolve_automatic
 from trainer_client.config.config_file import read_config_file
-from trainer_client.config.explanation import Choice, explain
+from trainer_client.config.explanation import TypedSection, explain
 from trainer_client.config.older_names import with_todays_names
 from trainer_client.config.top_level import with_sections, without_unknown
 from trainer_client.config.training_config import TrainingConfig
@@ -31,8 +31,8 @@ _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
 # The keys whose sections depend on their key `type`.
 _CHOICES = {
-    "optimizer": Choice(names=OPTIMIZERS, why_refused=why_refused),
-    "scheduler": Choice(names=SCHEDULES, why_refused=why_schedule_refused),
+    "optimizer": TypedSection(names=OPTIMIZERS, why_refused=why_refused),
+    "scheduler": TypedSection(names=SCHEDULES, why_refused=why_schedule_refused),
 }
 
 # A key of the whole config that begins with one of these is a comment, because JSON has no comments and DeepSpeed reads

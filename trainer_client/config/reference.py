@@ -33,7 +33,7 @@ _NAMED_TYPES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KeyEntry:
     """A key of the config, or a section that has one mark for all of its keys.
 
     Attributes:
@@ -64,12 +64,12 @@ class Entry:
         return len(self.inner) or 1
 
 
-def entries(model: type[Section] = TrainingConfig) -> list[Entry]:
+def entries(model: type[Section] = TrainingConfig) -> list[KeyEntry]:
     """Return all keys of the config in their order, those without meaning in the order of deepspeed_keys.toml.
 
     A key that several optimizers have in the same form is returned once.
     """
-    merged: dict[tuple[str, str], Entry] = {}
+    merged: dict[tuple[str, str], KeyEntry] = {}
     for entry in _walk(model):
         mark = entry.without_effect or entry.refused
         kind = (entry.path, repr((mark, entry.field.description, entry.field.default)))
@@ -81,7 +81,7 @@ def entries(model: type[Section] = TrainingConfig) -> list[Entry]:
     return sorted(merged.values(), key=lambda entry: places[entry.path])
 
 
-def count_keys(found: Iterable[Entry]) -> int:
+def count_keys(found: Iterable[KeyEntry]) -> int:
     """Return the number of different dotted names."""
     return len({f"{entry.path}.{key}" for entry in found for key in entry.inner or ("",)})
 
@@ -140,23 +140,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _walk(model: type[Section], prefix: str = "", types: tuple[str, ...] = ()) -> Iterator[Entry]:
+def _walk(model: type[Section], prefix: str = "", types: tuple[str, ...] = ()) -> Iterator[KeyEntry]:
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = sections_in(field.annotation)
         if not is_honoured(field):
             keys = tuple(leaf for section in inner for leaf, _ in leaves(section))
-            yield Entry(path=path, field=field, types=types, inner=keys)
+            yield KeyEntry(path=path, field=field, types=types, inner=keys)
         elif len(inner) > 1:
             for section in inner:
                 yield from _walk(section, f"{path}.", get_args(section.model_fields["type"].annotation))
         elif inner:
             yield from _walk(inner[0], f"{path}.", types)
         else:
-            yield Entry(path=path, field=field, types=types)
+            yield KeyEntry(path=path, field=field, types=types)
 
 
-def _meaning(entry: Entry) -> str:
+def _meaning(entry: KeyEntry) -> str:
     """Return the description of a key, with the types that have it and the keys of a section."""
     text = entry.field.description or ""
     if entry.inner:

@@ -32,7 +32,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.store_client.connection import Connection
 from trainer_client.copying.backup_files import BackupFiles, open_files
 from trainer_client.copying.daemon_step import DaemonStep
-from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StoredSlab, slabs_of
+from trainer_client.copying.description import PART_BYTES, CopyProgress, SlabKey, StepDescription, StoredSlab, slabs_of
 from trainer_client.errors import BackupError, ConfigError
 
 _FORMAT = "paramserver backup"
@@ -186,7 +186,7 @@ def back_up(
     step: int | None = None,
     kept: str | None = None,
     keep_last: int | None = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CopyProgress], None] = lambda _: None,
 ) -> BackupResult:
     """Write a committed step of a job into a backup, which is made if there is none.
 
@@ -214,7 +214,7 @@ def back_up(
 
 
 class _Writing:
-    def __init__(self, files: BackupFiles, source: DaemonStep, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, files: BackupFiles, source: DaemonStep, on_progress: Callable[[CopyProgress], None]) -> None:
         self._files = files
         self._source = source
         self._step = source.description
@@ -332,7 +332,7 @@ class _Writing:
 
     def _report(self, more_bytes: int) -> None:
         self._done_bytes += more_bytes
-        self._on_progress(Progress(done_bytes=self._done_bytes, total_bytes=self._step.size_bytes))
+        self._on_progress(CopyProgress(done_bytes=self._done_bytes, total_bytes=self._step.size_bytes))
 
 
 class BackupStep:

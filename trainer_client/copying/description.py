@@ -186,7 +186,7 @@ class StepSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class CopyProgress:
     """The progress of a copy: the bytes that were sent or that the target had already, and all bytes of the step."""
 
     done_bytes: int

@@ -51,7 +51,7 @@ _NICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DaemonPlace:
     """A daemon, and the files of the credentials for it."""
 
     address: str
@@ -88,14 +88,14 @@ def _content(path: str) -> bytes | None:
         return None
 
 
-class _Link:
+class _FollowedDaemon:
     """A connection to a daemon that can be made anew with another token or other certificates. It is made on first use.
 
     Attributes:
         connection: the connection.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DaemonPlace) -> None:
         """Prepare the connection. It can raise ConfigError."""
         self._place = place
         self._renewing = threading.Lock()
@@ -133,8 +133,8 @@ class FollowerOrder:
     """
 
     job: str
-    origin: Place
-    holder: Place
+    origin: DaemonPlace
+    holder: DaemonPlace
     finish_seconds: float
     held_as: str | None = None
     bytes_a_second: int | None = None
@@ -147,7 +147,7 @@ class FollowerOrder:
     def from_json(cls, line: str) -> Self:
         """Return the order that `to_json` made."""
         values = json.loads(line)
-        return cls(**values | {name: Place(**values[name]) for name in ("origin", "holder")})
+        return cls(**values | {name: DaemonPlace(**values[name]) for name in ("origin", "holder")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +179,8 @@ class Follower:
         self.state = FollowerState()
         self._order = order
         self._tell = tell
-        self._origin = _Link(order.origin)
-        self._holder = _Link(order.holder)
+        self._origin = _FollowedDaemon(order.origin)
+        self._holder = _FollowedDaemon(order.holder)
         self._changed = threading.Condition()
         # The newest settled step, as the watching thread has heard. The follower itself asks the daemon.
         self._newest: int | None = None

@@ -32,7 +32,14 @@ from trainer_client.client.transport.channel import (
     LEASE_DEADLINE_SECONDS,
 )
 from trainer_client.copying.daemon_step import DaemonStep, digest_batches
-from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StepSource, StoredSlab
+from trainer_client.copying.description import (
+    PART_BYTES,
+    CopyProgress,
+    SlabKey,
+    StepDescription,
+    StepSource,
+    StoredSlab,
+)
 from trainer_client.copying.pace import Pace
 from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.training.run import rolled_back
@@ -84,7 +91,7 @@ def put_step(
     source: StepSource,
     target: Connection,
     *,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CopyProgress], None] = lambda _: None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> CopyResult:
     """Make the step that `source` has the newest step of the same job in another daemon, bit for bit.
@@ -188,7 +195,7 @@ class PutRun:
         last = self._last
         return last is None or (last.step.layout == step.step.layout and step.has_groups_of(last))
 
-    def put(self, source: StepSource, *, on_progress: Callable[[Progress], None] = lambda _: None) -> CopyResult:
+    def put(self, source: StepSource, *, on_progress: Callable[[CopyProgress], None] = lambda _: None) -> CopyResult:
         """Put a step that is newer than the last one; see put_step for the arguments and errors.
 
         From the second step on, the slabs that have another version than in the last step are sent, and no others are
@@ -209,7 +216,7 @@ class PutRun:
 
 
 class _Putting:
-    def __init__(self, source: StepSource, run: PutRun, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, source: StepSource, run: PutRun, on_progress: Callable[[CopyProgress], None]) -> None:
         self._source = source
         self._step = source.description
         self._run = run
@@ -513,7 +520,7 @@ class _Putting:
 
     def _report(self, more_bytes: int) -> None:
         self._done_bytes += more_bytes
-        self._on_progress(Progress(done_bytes=self._done_bytes, total_bytes=self._total_bytes))
+        self._on_progress(CopyProgress(done_bytes=self._done_bytes, total_bytes=self._total_bytes))
 
     def _result(self, sent: Sequence[StoredSlab], same_bytes: int, *, resumed_bytes: int, durable: bool) -> CopyResult:
         return CopyResult(
@@ -548,7 +555,7 @@ def copy_step(
     *,
     step: int | None = None,
     kept: str | None = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CopyProgress], None] = lambda _: None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> CopyResult:
     """Copy a committed step of a job from one daemon to another; see put_step.

@@ -16,11 +16,11 @@ from paramserver.contract.client_verbs import VerbError
 from trainer_client.client.store_client.connection import Connection
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.copying.backup import BackupResult, BackupStep, back_up
-from trainer_client.copying.description import Progress
+from trainer_client.copying.description import CopyProgress
 from trainer_client.copying.put_step import CopyResult, copy_step, put_step
 from trainer_client.errors import ConfigError, TrainerClientError
 
-_OnProgress = Callable[[Progress], None]
+_OnProgress = Callable[[CopyProgress], None]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from paramserver.contract.sizes import shown_size
 from trainer_client.base.device import CPU
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.copying.follow import FollowerOrder, Place
+from trainer_client.copying.follow import DaemonPlace, FollowerOrder
 from trainer_client.engine.core import EngineParts
 from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
@@ -35,7 +35,7 @@ from trainer_client.training.run.extra_states import ExtraStates
 from trainer_client.training.run.job import Job
 from trainer_client.training.run.made_with import MadeWith
 from trainer_client.training.run.micro_batches import MicroBatches
-from trainer_client.training.run.replicas import FollowerProcess, Replicas, choose_holders
+from trainer_client.training.run.replicas import FollowerProcess, Followers, choose_holders
 from trainer_client.training.run.resume_notice import new_job_line, record_run, resume_line
 from trainer_client.training.run.run_state import RunState
 from trainer_client.training.run.settlement import Settlement
@@ -193,7 +193,7 @@ def _has_replicated_parts(rank: RankContext, job: Job) -> bool:
     return bool(rank.settings.paramserver.replicas) and job.sharers < rank.collectives.world_size
 
 
-def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Replicas:
+def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Followers:
     """Start the followers of this rank's store, if the config asks for replicas and this rank speaks for the store.
 
     Raises:
@@ -215,15 +215,15 @@ def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Replica
         for holder in holders:
             order = FollowerOrder(
                 job=section.job,
-                origin=Place.of(store.address, store.credentials),
-                holder=Place.of(holder, store.credentials),
+                origin=DaemonPlace.of(store.address, store.credentials),
+                holder=DaemonPlace.of(holder, store.credentials),
                 finish_seconds=section.replica.timeout_seconds,
                 held_as=None if part is None else name_replica(section.job, part),
                 bytes_a_second=section.replica.bandwidth,
             )
             followers.append(FollowerProcess(order.to_json(), holder))
             resources.apart.callback(followers[-1].stop)
-    replicas = Replicas(
+    replicas = Followers(
         followers,
         are_waited_for=section.durability == REPLICATED,
         timeout_seconds=section.replica.timeout_seconds,

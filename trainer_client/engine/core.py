@@ -27,9 +27,9 @@ from trainer_client.training.run.backward_passes import BackwardPasses
 from trainer_client.training.run.checkpoints import Checkpoints
 from trainer_client.training.run.commits import Commits
 from trainer_client.training.run.context import RankContext, UserObjects
-from trainer_client.training.run.device_copies import DeviceCopies
+from trainer_client.training.run.device_copies import CopyRoom
 from trainer_client.training.run.micro_batches import MicroBatches
-from trainer_client.training.run.run_state import Progress, RunState
+from trainer_client.training.run.run_state import RunProgress, RunState
 from trainer_client.training.run.state_offload import StateOffload
 from trainer_client.training.step.activations import Activations
 from trainer_client.training.step.hooks import UnitHooks
@@ -65,7 +65,7 @@ class EngineParts:
     run_state: RunState
     checkpoints: Checkpoints
     offload: StateOffload
-    device_copies: DeviceCopies
+    device_copies: CopyRoom
     activations: Activations | None
     reporter: Reporter
 
@@ -187,7 +187,7 @@ class EngineCore(EngineGetters):
         """
         if not ends_step and self._is_within_step and (state := self._commits.state_of_last_step) is not None:
             return state
-        progress = Progress(
+        progress = RunProgress(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
             micro_steps=self._micro_batches.micro_steps_of_steps,

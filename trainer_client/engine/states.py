@@ -26,7 +26,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
 from trainer_client.training.access import ParameterKey, StateDictNames, StateShard
 from trainer_client.training.model.refusals import has_released, without_released
-from trainer_client.training.run.run_state import Progress
+from trainer_client.training.run.run_state import RunProgress
 from trainer_client.training.step.phases import Phase
 
 log = logging.getLogger(__name__)
@@ -515,7 +515,7 @@ class EngineStates(EngineCore):
         self._commits.begin(self._client_state())
         self._commits.wait_until_settled()
 
-    def _go_on_from(self, progress: Progress, user: dict[str, Any]) -> None:
+    def _go_on_from(self, progress: RunProgress, user: dict[str, Any]) -> None:
         """Continue the engine's counts, with the user's values that belong to them."""
         self.global_steps = progress.global_steps
         self.global_samples = progress.global_samples

@@ -33,7 +33,7 @@ class DcpTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FilePlace:
     """The place of an entry: a file, as the checkpoint names it, and a range of its bytes."""
 
     file: str
@@ -53,7 +53,7 @@ class DcpMetadata:
 
     entries: Mapping[str, DcpTensor | None]
     paths: Mapping[str, tuple[str, ...]]
-    places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+    places: Mapping[tuple[str, tuple[int, ...] | None], FilePlace]
 
 
 def read_metadata(path: Path) -> DcpMetadata:
@@ -116,13 +116,13 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _places(stored: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+def _places(stored: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], FilePlace]]:
     for key, value in stored.items():
         index = _fields(key, f"{_MODULE}.MetadataIndex")
         place = _fields(value, "torch.distributed.checkpoint.filesystem._StorageInfo")
         first_byte, size_bytes = _sizes((place["offset"], place["length"]))
         offsets = None if index.get("offset") is None else _sizes(index["offset"])
-        yield (_text(index["fqn"]), offsets), Place(_text(place["relative_path"]), first_byte, size_bytes)
+        yield (_text(index["fqn"]), offsets), FilePlace(_text(place["relative_path"]), first_byte, size_bytes)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

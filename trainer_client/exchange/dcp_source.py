@@ -21,7 +21,7 @@ from trainer_client.base.foreign.files import open_regular
 from trainer_client.client.store_client.types import Kind
 from trainer_client.errors import ImportCheckpointError
 from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, CheckpointTensor, ParameterGroup
-from trainer_client.exchange.dcp_metadata import DcpMetadata, DcpTensor, Place, read_metadata
+from trainer_client.exchange.dcp_metadata import DcpMetadata, DcpTensor, FilePlace, read_metadata
 from trainer_client.exchange.source import DCP_METADATA, name_within, verify_checksums
 
 # The top-level names under which programs keep the optimizer.
@@ -288,13 +288,13 @@ class _Files:
             raise ImportCheckpointError(f"{self._directory}: the entry {key!r} is no tensor")
         return entry
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Place:
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> FilePlace:
         place = self._metadata.places.get((key, offsets))
         if place is None:
             raise ImportCheckpointError(f"{self._directory / DCP_METADATA} does not say where {key!r} is")
         return place
 
-    def _locate(self, key: str, offsets: tuple[int, ...] | None) -> tuple[Path, Place]:
+    def _locate(self, key: str, offsets: tuple[int, ...] | None) -> tuple[Path, FilePlace]:
         """Return the file of an entry, and the place of the entry in it. It can raise ImportCheckpointError."""
         place = self._place(key, offsets)
         path = self._directory / name_within(place.file, self._directory / DCP_METADATA)

@@ -76,7 +76,7 @@ class ExportResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class TensorProgress:
     """The progress of an export or import: the bytes of tensors that were read, and the bytes of all tensors."""
 
     read_bytes: int
@@ -94,7 +94,7 @@ class FormatOptions(TypedDict, total=False):
     overwrite: bool
     credentials: Credentials | None
     kept: str | None
-    on_progress: Callable[[Progress], None] | None
+    on_progress: Callable[[TensorProgress], None] | None
 
 
 class ExportOptions(FormatOptions, total=False):
@@ -134,7 +134,7 @@ def export_step(
     overwrite: bool = False,
     credentials: Credentials | None = None,
     kept: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[TensorProgress], None] | None = None,
     on_accepted: Callable[[], None] | None = None,
     on_staged: Callable[[int], None] | None = None,
 ) -> ExportResult:
@@ -352,7 +352,7 @@ def _is_weight_file(path: Path) -> bool:
 class _ProgressCount:
     """The sum of the bytes that were read so far, which it passes on."""
 
-    def __init__(self, on_progress: Callable[[Progress], None] | None) -> None:
+    def __init__(self, on_progress: Callable[[TensorProgress], None] | None) -> None:
         self.total_bytes = 0
         self._read_bytes = 0
         self._on_progress = on_progress
@@ -361,4 +361,4 @@ class _ProgressCount:
         """Count bytes that were read."""
         self._read_bytes += nbytes
         if self._on_progress is not None:
-            self._on_progress(Progress(read_bytes=self._read_bytes, total_bytes=self.total_bytes))
+            self._on_progress(TensorProgress(read_bytes=self._read_bytes, total_bytes=self.total_bytes))

@@ -21,7 +21,7 @@ from trainer_client.exchange.checkpoint import Checkpoint
 from trainer_client.exchange.dcp_source import open_dcp
 from trainer_client.exchange.deepspeed_files import is_deepspeed
 from trainer_client.exchange.deepspeed_zero import open_deepspeed
-from trainer_client.exchange.export import DTYPES, Progress, WeightDType
+from trainer_client.exchange.export import DTYPES, TensorProgress, WeightDType
 from trainer_client.exchange.imported_job import ImportedJob
 from trainer_client.exchange.imported_state import encode_state
 from trainer_client.exchange.source import DCP_METADATA, check_foreign, local_source
@@ -80,7 +80,7 @@ def import_checkpoint(
     is_buffer: Callable[[str], bool] | None = None,
     is_excluded: Callable[[str], bool] | None = None,
     credentials: Credentials | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[TensorProgress], None] | None = None,
 ) -> ImportResult:
     """Write a checkpoint of another framework into a store as a new job, and return a description of the job.
 
@@ -211,7 +211,7 @@ def _without(checkpoint: Checkpoint, patterns: Sequence[str], is_excluded: Calla
 class _Report:
     """The sum of the bytes that were written so far, which it passes on."""
 
-    def __init__(self, total_bytes: int, on_progress: Callable[[Progress], None] | None) -> None:
+    def __init__(self, total_bytes: int, on_progress: Callable[[TensorProgress], None] | None) -> None:
         self._total_bytes = total_bytes
         self._written_bytes = 0
         self._on_progress = on_progress
@@ -219,4 +219,4 @@ class _Report:
     def __call__(self, nbytes: int) -> None:
         self._written_bytes += nbytes
         if self._on_progress is not None:
-            self._on_progress(Progress(read_bytes=self._written_bytes, total_bytes=self._total_bytes))
+            self._on_progress(TensorProgress(read_bytes=self._written_bytes, total_bytes=self._total_bytes))

@@ -14,7 +14,7 @@ import typer
 from paramserver.contract.printable import printable
 from paramserver.contract.progress_bars import byte_bars
 from trainer_client.errors import ConfigError, TrainerClientError
-from trainer_client.exchange.export import Progress
+from trainer_client.exchange.export import TensorProgress
 
 _WRONG_OPTIONS = 2
 # The command that the user has called, with which messages begin: `paramserver`, or `paramserver-admin`, which has the
@@ -25,7 +25,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[Progress], None]]:
+def progress_bar(name: str) -> Iterator[Callable[[TensorProgress], None]]:
     """Show a progress bar with a name on the standard error, if that is a terminal."""
     with byte_bars() as show:
         yield lambda progress: show(name, progress.read_bytes, progress.total_bytes)

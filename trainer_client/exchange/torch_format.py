@@ -52,7 +52,7 @@ _PADDING_FIELD = struct.unpack("<H", b"FB")[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _FileRecord:
     """The bytes of a tensor. The pickler writes it as torch writes a storage."""
 
     key: str
@@ -63,14 +63,14 @@ class _Record:
 class _Entry:
     """A tensor of the state dict. The pickler writes it as torch writes a tensor."""
 
-    record: _Record
+    record: _FileRecord
 
 
 class _StateDictPickler(pickle.Pickler):
-    """A pickler that writes `_Entry` and `_Record` as torch's pickler writes tensors and their storages."""
+    """A pickler that writes `_Entry` and `_FileRecord` as torch's pickler writes tensors and their storages."""
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Record):
+        if isinstance(obj, _FileRecord):
             return ("storage", _STORAGES[obj.tensor.dtype], obj.key, "cpu", obj.tensor.numel)
         return None
 
@@ -97,7 +97,7 @@ def write_fp32(
         # The directory within the archive has the name that torch.save gives it: the file's name without the suffix.
         directory = name.removesuffix(".bin")
         with destination.create(name) as file, ZipFile(file, "w", ZIP_STORED) as archive:
-            records = [_Record(str(number), tensor) for number, tensor in enumerate(shard)]
+            records = [_FileRecord(str(number), tensor) for number, tensor in enumerate(shard)]
             _write_record(archive, file, f"{directory}/data.pkl", _pickled(records))
             _write_record(archive, file, f"{directory}/byteorder", sys.byteorder.encode())
             for record in records:
@@ -109,7 +109,7 @@ def write_fp32(
     write_sharded(tensors, destination, max_shard_bytes, "pytorch_model", ".bin", write_file, with_aliases=True)
 
 
-def _pickled(records: Sequence[_Record]) -> bytes:
+def _pickled(records: Sequence[_FileRecord]) -> bytes:
     """Return the pickled state dict. Tied names refer to the same record, so that torch.load ties them, too."""
     state = {name: _Entry(record) for record in records for name in (record.tensor.name, *record.tensor.aliases)}
     pickled = io.BytesIO()

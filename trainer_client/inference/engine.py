@@ -20,7 +20,7 @@ from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.inference.base import ComputingEngine
 from trainer_client.inference.hooks import InferenceHooks
-from trainer_client.inference.residency import Residency
+from trainer_client.inference.residency import WeightResidency
 from trainer_client.inference.weights import StepWeights
 from trainer_client.training.model.owners import disown, own
 from trainer_client.training.model.parameters import ModelParameter
@@ -37,7 +37,7 @@ class InferenceParts:
     """The objects that an engine for inference calls, made by opening.py."""
 
     weights: StepWeights
-    residency: Residency
+    residency: WeightResidency
     hooks: InferenceHooks
     parameters: tuple[ModelParameter, ...]
 

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import SessionEndedError
-from trainer_client.inference.residency import Residency
+from trainer_client.inference.residency import WeightResidency
 from trainer_client.inference.units import WeightUnit
 from trainer_client.training.model.transforms import is_transformed
 from trainer_client.training.step.tensor_tree import TensorTree
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Forward:
+class _HookedForward:
     """A forward under way.
 
     Attributes:
@@ -43,13 +43,13 @@ class _OfThread(threading.local):
     """The forwards of modules with hooks that are under way in one thread, the outermost first."""
 
     def __init__(self) -> None:
-        self.forwards: list[_Forward] = []
+        self.forwards: list[_HookedForward] = []
 
 
 class InferenceHooks:
     """The hooks on the modules of one model. Several threads may call the model at the same time."""
 
-    def __init__(self, model: nn.Module, units: list[WeightUnit], residency: Residency) -> None:
+    def __init__(self, model: nn.Module, units: list[WeightUnit], residency: WeightResidency) -> None:
         self._model = model
         self._residency = residency
         self._handles: list[RemovableHandle] = []
@@ -69,7 +69,7 @@ class InferenceHooks:
                 self._give_up(forwards)
             if not forwards:
                 self._residency.begin_forward()
-            mine = _Forward(module)
+            mine = _HookedForward(module)
             forwards.append(mine)
             for unit in units:
                 self._residency.enter(unit)
@@ -97,12 +97,12 @@ class InferenceHooks:
         self._handles.append(module.register_forward_hook(returned))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _running(self, module: nn.Module) -> _Forward | None:
+    def _running(self, module: nn.Module) -> _HookedForward | None:
         """Return the innermost forward of this thread if it is one of `module`, else None."""
         forwards = self._of_thread.forwards
         return forwards[-1] if forwards and forwards[-1].module is module else None
 
-    def _end(self, forward: _Forward, *, is_outermost: bool) -> None:
+    def _end(self, forward: _HookedForward, *, is_outermost: bool) -> None:
         """Leave the units of a forward. It can raise SessionEndedError."""
         try:
             self._residency.leave_all(forward.entered)
@@ -110,7 +110,7 @@ class InferenceHooks:
             if is_outermost:
                 self._residency.end_forward()
 
-    def _give_up(self, forwards: list[_Forward]) -> None:
+    def _give_up(self, forwards: list[_HookedForward]) -> None:
         """Leave the units of forwards that will not end, and clear the list."""
         entered = [unit for forward in forwards for unit in forward.entered]
         forwards.clear()

@@ -25,7 +25,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
 from trainer_client.inference.job_name import choose_job, has_values
-from trainer_client.inference.residency import Residency
+from trainer_client.inference.residency import WeightResidency
 from trainer_client.inference.stored_job import newest_step, put
 from trainer_client.inference.units import check_fit, divide
 from trainer_client.inference.weights import StepWeights
@@ -135,7 +135,7 @@ def open_engine(
         weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
         everything.callback(weights.close)
         units = divide(model, parameters, weights.tensors, policy)
-        residency = Residency(units, weights, _host_bytes(settings, weights))
+        residency = WeightResidency(units, weights, _host_bytes(settings, weights))
         everything.callback(residency.close)
         residency.load()
         hooks = InferenceHooks(model, units, residency)

@@ -31,7 +31,7 @@ _LEAST_WINDOW = 3
 _LOADING = 3
 
 
-class Residency:
+class WeightResidency:
     """The units of one model, each of which is in memory or only in the store."""
 
     def __init__(self, units: Sequence[WeightUnit], weights: StepWeights, host_bytes: int) -> None:

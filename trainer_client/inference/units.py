@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer_client.client.store_client.types import StoredTensor
 from trainer_client.errors import ConfigError
-from trainer_client.inference.weights import HeldTensors, Plan
+from trainer_client.inference.weights import HeldTensors, LeasePlan
 from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.released import release, restore
 from trainer_client.training.model.unit_policy import UnitPolicy, find_units
@@ -39,7 +39,7 @@ class WeightUnit:
     name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[ModelParameter, ...]
-    plan: Plan
+    plan: LeasePlan
     stays: bool = False
     held: HeldTensors | None = None
     users: int = 0
@@ -110,7 +110,7 @@ def _unit(
     name: str, modules: tuple[nn.Module, ...], parameters: Sequence[ModelParameter], stored: Mapping[str, StoredTensor]
 ) -> WeightUnit:
     dtypes = {parameter.fqn: parameter.tensor.dtype for parameter in parameters}
-    plan = Plan.of([stored[parameter.fqn] for parameter in parameters if parameter.shape.numel()], dtypes)
+    plan = LeasePlan.of([stored[parameter.fqn] for parameter in parameters if parameter.shape.numel()], dtypes)
     return WeightUnit(name, modules, tuple(parameters), plan)
 
 

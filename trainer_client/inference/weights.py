@@ -45,7 +45,7 @@ _AHEAD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LeasedPlace:
     """The place of a tensor in the leases of its unit.
 
     Attributes:
@@ -62,7 +62,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LeasePlan:
     """The leases that bring some tensors into memory.
 
     Attributes:
@@ -74,12 +74,12 @@ class Plan:
     """
 
     wants: tuple[Batch, ...]
-    places: tuple[Place, ...]
+    places: tuple[LeasedPlace, ...]
     nbytes: int
     casts: bool
 
     @classmethod
-    def of(cls, tensors: Sequence[StoredTensor], dtypes: Mapping[str, torch.dtype]) -> Plan:
+    def of(cls, tensors: Sequence[StoredTensor], dtypes: Mapping[str, torch.dtype]) -> LeasePlan:
         """Return the plan for tensors, each of which has elements.
 
         Args:
@@ -94,7 +94,7 @@ class Plan:
         wants = tuple(batches(parts, _LEASE_BYTES, _LEASE_TENSORS))
         offsets = [(lease, offset) for lease, batch in enumerate(wants) for offset in batch.places]
         places = tuple(
-            Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=lease, offset=offset)
+            LeasedPlace(tensor=tensor, dtype=dtypes[tensor.fqn], lease=lease, offset=offset)
             for tensor, (lease, offset) in zip(ordered, offsets, strict=True)
         )
         nbytes = sum(round_up(batch.nbytes, _PAGE_BYTES) for batch in wants)
@@ -200,7 +200,7 @@ class StepWeights:
         self._client.close()
         self._mapped = None
 
-    def begin(self, plan: Plan) -> LeaseRequest | None:
+    def begin(self, plan: LeasePlan) -> LeaseRequest | None:
         """Request the leases of a plan without waiting.
 
         Return None if the store does not answer; `finish` then asks again.
@@ -214,7 +214,9 @@ class StepWeights:
             log.debug("the weights cannot be requested ahead: %s", error)
             return None
 
-    def finish(self, plan: Plan, asked: LeaseRequest | None, seconds: float = LEASE_DEADLINE_SECONDS) -> HeldTensors:
+    def finish(
+        self, plan: LeasePlan, asked: LeaseRequest | None, seconds: float = LEASE_DEADLINE_SECONDS
+    ) -> HeldTensors:
         """Wait for the leases of a plan and return its tensors.
 
         After a restart of the daemon, request them from the new one.
@@ -260,7 +262,7 @@ class StepWeights:
             show_file_again(view)
         release(held.session, list(held.lease_ids))
 
-    def _show(self, session: StoreSession, call: Call, plan: Plan, leases: Sequence[pb.Lease]) -> HeldTensors:
+    def _show(self, session: StoreSession, call: Call, plan: LeasePlan, leases: Sequence[pb.Lease]) -> HeldTensors:
         """Return the tensors of granted leases: views where they can be mapped, else copies, on the device."""
         mapped = self._memory(session) if self._device.type == "cpu" else None
         ids = [lease.lease_id for lease in leases]
@@ -306,11 +308,11 @@ class StepWeights:
         return self._mapped[1]
 
 
-def _request(session: StoreSession, reader: int, plan: Plan, call: Call) -> LeaseRequest:
+def _request(session: StoreSession, reader: int, plan: LeasePlan, call: Call) -> LeaseRequest:
     return LeaseRequest(session, [want.to_want(reader) for want in plan.wants], call)
 
 
-def _tensors(plan: Plan, views: Sequence[memoryview]) -> Iterator[torch.Tensor]:
+def _tensors(plan: LeasePlan, views: Sequence[memoryview]) -> Iterator[torch.Tensor]:
     """Yield the tensor of each place of a plan as a view of its lease's bytes, with a storage of its own size."""
     for place in plan.places:
         tensor = place.tensor

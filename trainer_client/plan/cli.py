@@ -30,7 +30,7 @@ from trainer_client.plan.memory import RANK_BYTES
 from trainer_client.plan.model import build, find_builder
 from trainer_client.plan.model_inputs import make_batch
 from trainer_client.plan.nodes import NODES, Node, find_node
-from trainer_client.plan.plan import Job, best_placement, plan, smallest_change, with_budgets
+from trainer_client.plan.plan import PlannedJob, best_placement, plan, smallest_change, with_budgets
 from trainer_client.plan.printing import show, to_dict
 from trainer_client.plan.rehearsal import Rehearsal, rehearse
 
@@ -214,7 +214,7 @@ def _plan(
         directory = load_config(raw, {}, {parameter.dtype for parameter in shape.parameters()}).state_dir()
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
     find_need, find_hits = figures
-    job = Job(
+    job = PlannedJob(
         # All plans use the same model, because laying it out changes nothing but the dtype of its buffers.
         build=lambda: shape,
         rehearse=rehearsed,

@@ -35,7 +35,7 @@ _SPARE = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlannedJob:
     """The job that is planned, and the machine that it is planned for.
 
     Attributes:
@@ -88,14 +88,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Suggestion:
     """A change of a config that makes the job fit."""
 
     what: str
     plan: Plan
 
 
-def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
+def plan(job: PlannedJob, raw: Raw, world: World | None = None) -> Plan:
     """Return the plan of a config.
 
     Raises:
@@ -138,7 +138,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     )
 
 
-def smallest_change(job: Job, failing: Plan) -> Change | None:
+def smallest_change(job: PlannedJob, failing: Plan) -> Suggestion | None:
     """Return the first change of a config that makes the job fit; None if none of the changes that are tried does.
 
     Fewer changed keys come first: budgets, then one placement, then the stage, smaller micro-batches, more ranks.
@@ -149,11 +149,11 @@ def smallest_change(job: Job, failing: Plan) -> Change | None:
         except ConfigError:
             continue
         if tried.fits:
-            return Change(what=what, plan=tried)
+            return Suggestion(what=what, plan=tried)
     return None
 
 
-def best_placement(job: Job, raw: Raw) -> Plan | None:
+def best_placement(job: PlannedJob, raw: Raw) -> Plan | None:
     """Return the plan with the shortest step of all placements, at all stages, that fit; None if none fits.
 
     The middle between the two bounds of the step is compared. By the lower bound alone, all placements would be equal
@@ -176,7 +176,7 @@ def best_placement(job: Job, raw: Raw) -> Plan | None:
     return min(fitting, key=cost, default=None)
 
 
-def with_budgets(job: Job, tried: Plan) -> Plan:
+def with_budgets(job: PlannedJob, tried: Plan) -> Plan:
     """Return the plan with budgets of the store that the job needs, as far as the machine has them.
 
     The host budget has room for all gradients of a step, for all parameters that pass through host memory, and for the

@@ -15,14 +15,14 @@ from rich.table import Table
 
 from paramserver.contract.sizes import shown_size
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
-from trainer_client.plan.plan import Change, Job, Plan
+from trainer_client.plan.plan import Plan, PlannedJob, Suggestion
 from trainer_client.plan.step_time import DEVICE_UPDATE
 from trainer_client.training.step.recall_depth import MOST_STAYING
 
 GIB = float(1 << 30)
 
 
-def _assumptions(job: Job, plan: Plan) -> list[str]:
+def _assumptions(job: PlannedJob, plan: Plan) -> list[str]:
     """Return the assumptions behind the estimated figures, as sentences."""
     device = job.device
     lines = [
@@ -85,7 +85,7 @@ def _about_boundaries(plan: Plan) -> list[str]:
     ]
 
 
-def to_dict(job: Job, plan: Plan, change: Change | None, best: Plan | None) -> dict[str, Any]:
+def to_dict(job: PlannedJob, plan: Plan, change: Suggestion | None, best: Plan | None) -> dict[str, Any]:
     """Return all figures of a plan as types that JSON has."""
     memory, ranks = plan.memory, plan.world.ranks
     return {

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from trainer_client.base.device import CPU, backend_of
 from trainer_client.plan.machine import Rates
-from trainer_client.plan.rehearsal import Operation, TensorSpec
+from trainer_client.plan.rehearsal import RehearsedCall, RehearsedTensor
 from trainer_client.plan.store_probe import probe_directory, update_rate
 
 _COPY_BYTES = 64 << 20
@@ -36,7 +36,7 @@ _COLLECTIVES = 3
 
 
 def probe(
-    operations: Mapping[Operation, int],
+    operations: Mapping[RehearsedCall, int],
     *,
     dtype: torch.dtype | None = None,
     ranks: int,
@@ -89,7 +89,7 @@ def probe(
 def measure(
     rank: int,
     *,
-    operations: Sequence[tuple[Operation, int]],
+    operations: Sequence[tuple[RehearsedCall, int]],
     dtype: torch.dtype | None,
     ranks: int,
     threads: int,
@@ -127,16 +127,16 @@ def measure(
     return rates, seconds
 
 
-def seconds_of(operation: Operation, device: str) -> float:
+def seconds_of(operation: RehearsedCall, device: str) -> float:
     """Return the seconds of one call of an operation on operands with valid values."""
     namespace, name, overload = operation.name.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
     def make(value: Any) -> Any:
-        return _tensor(value, device) if isinstance(value, TensorSpec) else value
+        return _tensor(value, device) if isinstance(value, RehearsedTensor) else value
 
     def is_spec(value: Any) -> bool:
-        return isinstance(value, TensorSpec)
+        return isinstance(value, RehearsedTensor)
 
     args, kwargs = tree_map(make, operation.arguments, is_leaf=is_spec)
     synchronize = _nothing if device == CPU else torch.accelerator.synchronize
@@ -149,7 +149,7 @@ def seconds_of(operation: Operation, device: str) -> float:
         return _mean(call)
 
 
-def _tensor(spec: TensorSpec, device: str) -> torch.Tensor:
+def _tensor(spec: RehearsedTensor, device: str) -> torch.Tensor:
     elements = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
     if not all(spec.shape):
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

@@ -32,7 +32,7 @@ _STEPS_OF_A_HEAP = 3
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class RehearsedTensor:
     """A tensor of an operation: its shape, strides and dtype."""
 
     shape: tuple[int, ...]
@@ -41,13 +41,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class RehearsedCall:
     """One call of an operator, without values.
 
     Attributes:
         name: the operator and its overload, as `aten.addmm.default`.
         text: name and arguments as text; calls with the same text are equal.
-        arguments: the positional and the named arguments, in which a TensorSpec stands for a tensor.
+        arguments: the positional and the named arguments, in which a RehearsedTensor stands for a tensor.
     """
 
     name: str = field(compare=False)
@@ -94,7 +94,7 @@ class Rehearsal:
         again_boundary_bytes: the bytes of those that are freed in the forward and computed again in the backward.
     """
 
-    operations: Mapping[Operation, int]
+    operations: Mapping[RehearsedCall, int]
     flops: int
     events: Sequence[Event]
     boundaries: Sequence[int] = ()
@@ -222,7 +222,7 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.events: list[Event] = []
-        self.operations: Counter[Operation] = Counter()
+        self.operations: Counter[RehearsedCall] = Counter()
         # The number of each storage that is alive, by its address.
         self._seen: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -383,11 +383,11 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.float().mean()
 
 
-def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RehearsedCall:
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return TensorSpec(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype)
+            return RehearsedTensor(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype)
         return value
 
     described = tree_map(describe, (args, kwargs))
-    return Operation(name=str(function), text=f"{function}{described!r}", arguments=described)
+    return RehearsedCall(name=str(function), text=f"{function}{described!r}", arguments=described)

@@ -96,7 +96,7 @@ _Places: TypeAlias = tuple[_Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class StateChange:
     """New values [n] of this rank's part of one kind of a parameter."""
 
     place: _Place
@@ -283,7 +283,7 @@ class StateAccess:
         ]
         return StateDictNames(missing, [name for name in state_dict if name not in self._state_names])
 
-    def weight_changes(self, state_dict: Mapping[str, Any]) -> list[Change]:
+    def weight_changes(self, state_dict: Mapping[str, Any]) -> list[StateChange]:
         """Return the changes that give the parameters the weights of a plain state dict.
 
         Raises:
@@ -328,7 +328,7 @@ class StateAccess:
                 self._model.get_buffer(name).copy_(state_dict[name])
 
     @torch.no_grad()
-    def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
+    def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[StateChange]:
         """Check new values of states, and return them as changes for `hand_over`.
 
         Every rank must name the same parameters and kinds.
@@ -427,7 +427,7 @@ class StateAccess:
 
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's part of each parameter, for `hand_over_changed`."""
-        reader = _Reader()
+        reader = _StateReader()
         return [_joined([reader.part(place, PARAM) for place in self._places_of(tensor)]) for tensor in parameters]
 
     @torch.no_grad()
@@ -442,7 +442,7 @@ class StateAccess:
             before: the result of `parameters_before`, called before the change.
         """
         changes = []
-        masters = _Reader()
+        masters = _StateReader()
         for tensor, old in zip(parameters, before, strict=True):
             places = self._places_of(tensor)
             whole = tensor.detach().contiguous()
@@ -455,22 +455,22 @@ class StateAccess:
                     rows = whole.reshape(-1)[place.parameter.first :][: place.parameter.shape.numel()]
                     place.parameter.tensor.detach().copy_(rows.view(place.parameter.shape))
                 new = whole.reshape(-1)[place.part].cpu()
-                changes.append(Change(place=place, kind=PARAM, values=new))
+                changes.append(StateChange(place=place, kind=PARAM, values=new))
                 if place.state.group.has_master:
                     master = torch.where(new == before_part, masters.part(place, MASTER), new.float())
-                    changes.append(Change(place=place, kind=MASTER, values=master))
+                    changes.append(StateChange(place=place, kind=MASTER, values=master))
         self.hand_over(changes, step)
         for unit in self._units_of(parameters):
             # A context around this one looks for changes later, and must not find this one.
             unit.note_values()
 
     @torch.no_grad()
-    def hand_over(self, changes: Iterable[Change], step: int) -> None:
+    def hand_over(self, changes: Iterable[StateChange], step: int) -> None:
         """Make changes a part of the uncommitted `step`.
 
         Each kind of a group is written once, because the store takes only one write of it in a step.
         """
-        by_state: dict[int, list[Change]] = {}
+        by_state: dict[int, list[StateChange]] = {}
         for change in changes:
             by_state.setdefault(id(change.place.state), []).append(change)
         for state in self._states:
@@ -486,14 +486,14 @@ class StateAccess:
             if mine:
                 state.refill()
 
-    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[Change]:
+    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[StateChange]:
         """Return the changes that give one kind of a parameter new values in this rank's part."""
         group = place.state.group
         if kind not in (_PARAM, _MASTER):
-            return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
+            return [StateChange(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
         # A parameter and its master weight change together, because the parameter always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
-        return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
+        return [StateChange(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
     def _checked(self, places: _Places, kind: str, value: torch.Tensor, *, local: bool) -> list[torch.Tensor]:
         """Return this rank's part [n] of a value that the user gives, for each place of the parameter."""
@@ -573,7 +573,7 @@ class StateAccess:
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
-class _Reader:
+class _StateReader:
     """A reader of partitions that keeps the last one, because parameters of a group mostly come one after the other."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class LossScale(Protocol):
     def cur_scale(self) -> float: ...
 
 
-class Driver(Protocol):
+class LoopDriver(Protocol):
     """What the optimizer calls when the user's loop steps the optimizer and not the engine."""
 
     @property
@@ -100,7 +100,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._original = original
         self._update: Callable[[], None] | None = None
         self._is_user_stepping = False
-        self._engine: weakref.ref[Driver] | None = None
+        self._engine: weakref.ref[LoopDriver] | None = None
         self._state_kinds: tuple[Kind, ...] | None = None
         self._parameters = parameters
         self._index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
@@ -243,11 +243,11 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Drop the gradients of backward passes that no step has followed, as `engine.zero_grad()` does."""
         self._driver().zero_grad(set_to_none)
 
-    def drive(self, engine: Driver) -> None:
+    def drive(self, engine: LoopDriver) -> None:
         """Have the user's `step()` and `zero_grad()` call those of `engine`, as long as it is not garbage-collected."""
         self._engine = weakref.ref(engine)
 
-    def _driver(self) -> Driver:
+    def _driver(self) -> LoopDriver:
         engine = None if self._engine is None else self._engine()
         if engine is None:
             raise RuntimeError("the optimizer has no engine: its engine was deleted, or initialize() has not returned")

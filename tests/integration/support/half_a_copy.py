@@ -8,14 +8,14 @@ from pathlib import Path
 
 from trainer_client.client.store_client.connection import Connection
 from trainer_client.client.transport.credentials import NO_CREDENTIALS
-from trainer_client.copying.description import Progress
+from trainer_client.copying.description import CopyProgress
 from trainer_client.copying.put_step import copy_step
 
 
 def main() -> None:
     origin, target, job, waits = sys.argv[1:]
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: CopyProgress) -> None:
         if 2 * progress.done_bytes >= progress.total_bytes:
             Path(waits).touch()
             threading.Event().wait()

@@ -13,14 +13,14 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.stopped_client import answer, attach
 from tests.unit.storage.builders import Layout
 from trainer_client.client.transport import arena
-from trainer_client.client.transport.pinning import Driver
+from trainer_client.client.transport.pinning import PinDriver
 from trainer_client.client.transport.rank_store import RankStore, SlabName
 
 
 def main(address: str, job: str) -> None:
     """Lease the gradients of a job that has a committed step, then do what the standard input says."""
     calls: list[str] = []
-    driver = Driver(
+    driver = PinDriver(
         register=lambda address, nbytes: calls.append("register"),
         unregister=lambda address: calls.append("unregister"),
         synchronize=lambda: calls.append("synchronize"),

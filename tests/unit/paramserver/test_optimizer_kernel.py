@@ -13,7 +13,7 @@ from torch.optim import SGD
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.shard import Kind, Shard
-from storage.steps.transform import Tile
+from storage.steps.transform import UpdateTile
 from tests.optimizer_cases import CASES, Case, Row
 
 NUMEL = 10_007
@@ -48,7 +48,7 @@ def update(states: States, shard: Shard, kernel: OptimizerUpdate, step: int, til
         count = part.stop - start
         tensors = {kind: tensor[part] for kind, tensor in states.items()}
         own = gradient(step)[shard.offset :][part]
-        kernel(Tile(start=start, numel=count, tensors=tensors, gradient=own, scratch=torch.empty(count)))
+        kernel(UpdateTile(start=start, numel=count, tensors=tensors, gradient=own, scratch=torch.empty(count)))
 
 
 @pytest.mark.parametrize("name", CASES)

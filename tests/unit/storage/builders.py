@@ -30,7 +30,7 @@ from storage.jobs.accounts import Holder
 from storage.memory.parkable import Gradient
 from storage.state.slab import NEVER
 from storage.state.versions import Job
-from storage.steps.transform import Kernel, Tile
+from storage.steps.transform import Kernel, UpdateTile
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, Region
 from storage.tiers.extents import unused_runs
@@ -392,7 +392,7 @@ def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
 def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) -> Kernel:
     """Return a kernel that sets `begun`, waits for `go_on`, and then calls `kernel`."""
 
-    def wait(tile: Tile) -> None:
+    def wait(tile: UpdateTile) -> None:
         begun.set()
         go_on.wait()
         kernel(tile)

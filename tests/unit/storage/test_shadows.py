@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import Tile
+from storage.steps.transform import UpdateTile
 from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken, updating
 
 LAYOUT = Layout(name="shadowed", groups=("a", "b", "c"), weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
@@ -202,7 +202,7 @@ async def test_a_reader_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:
 async def test_a_kernel_that_fails_costs_no_byte_of_the_last_step(tmp_path: Path) -> None:
     begun = threading.Event()
 
-    def broken(tile: Tile) -> None:
+    def broken(tile: UpdateTile) -> None:
         begun.set()
         raise ArithmeticError("planted")
 

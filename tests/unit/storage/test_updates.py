@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import TILE_QUANTUM, Kernel, Tile
+from storage.steps.transform import TILE_QUANTUM, Kernel, UpdateTile
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, opened
 
 STEPS = 6
@@ -38,7 +38,7 @@ async def test_the_table_above_has_groups_of_several_tiles_and_odd_ends(tmp_path
     layout, tiles = Layout(numels=TILED), set[tuple[int, int]]()
 
     def noting(kernel: Kernel) -> Kernel:
-        def run(tile: Tile) -> None:
+        def run(tile: UpdateTile) -> None:
             tiles.add((tile.start, tile.numel))
             kernel(tile)
 

@@ -16,7 +16,7 @@ from storage.base.shard import Kind, TierName
 from storage.engine import Engine
 from storage.jobs.upkeep import HeldStep, Verified
 from storage.steps.scrub import MOST_DAMAGED_BLOCKS
-from storage.steps.transform import Kernel, Tile
+from storage.steps.transform import Kernel, UpdateTile
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 64 * MIB}
@@ -151,7 +151,7 @@ async def test_a_promotion_reads_nothing_to_the_place_in_which_an_update_works(t
         read_into = engine.backing.read_into
 
         def gated(kernel: Kernel) -> Kernel:
-            def work(tile: Tile) -> None:
+            def work(tile: UpdateTile) -> None:
                 kernel(tile)
                 is_updating.set()
                 assert may_finish.wait(30)

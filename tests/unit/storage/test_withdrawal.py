@@ -11,7 +11,7 @@ import torch
 
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import Kernel, Tile
+from storage.steps.transform import Kernel, UpdateTile
 from tests.unit.storage.builders import (
     Layout,
     Training,
@@ -123,7 +123,7 @@ async def test_a_fetch_that_outlives_the_withdrawal_of_an_update_returns_the_one
     """Both updates are of the same step, so the step does not say which of them was read."""
 
     def other(kernel: Kernel) -> Kernel:
-        def compute(tile: Tile) -> None:
+        def compute(tile: UpdateTile) -> None:
             kernel(tile)
             for state in tile.tensors.values():
                 state.fill_(7.0)

@@ -78,7 +78,7 @@ def read(data: bytes) -> tuple[Any, set[Name]]:
     Raises:
         PlainPickleError: the pickle is damaged, of another protocol than 2 to 5, or says what no known program writes.
     """
-    reader = _Reader()
+    reader = _PickleReader()
     count = 0
     try:
         for operation, argument, place in pickletools.genops(data):
@@ -114,7 +114,7 @@ def calls(root: Any) -> Iterator[Made]:
             waiting += _parts(value)
 
 
-class _Reader:
+class _PickleReader:
     """The stack and the memo of a pickle that is being read."""
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ from functools import partial
 
 import torch
 
-from trainer_client.base.lanes.lanes import WHOLE, Act, Copy, CopyAhead, HostLanes, Lanes
+from trainer_client.base.lanes.lanes import WHOLE, Act, CopyAhead, HostLanes, Lanes, PendingCopy
 
 SLOTS = 2
 
@@ -70,7 +70,7 @@ class Lane:
         return self.stream.record_event()
 
 
-class Slot:
+class StagingSlot:
     """Staging memory on the device, which the in-lane owns; see [Note: no block changes its stream].
 
     Life: `begin`, then the in-lane fills it, `filled`; comm may gather in it; the compute stream reads it, `drained`.
@@ -153,7 +153,7 @@ class CopyOut:
 class SlotAhead:
     """Bytes on their way into a slot that is theirs until they land."""
 
-    def __init__(self, lanes: DeviceLanes, slot: Slot, staged: torch.Tensor, filled: torch.Event) -> None:
+    def __init__(self, lanes: DeviceLanes, slot: StagingSlot, staged: torch.Tensor, filled: torch.Event) -> None:
         self._lanes = lanes
         self._slot = slot
         self._staged: torch.Tensor | None = staged
@@ -257,10 +257,10 @@ class DeviceLanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in, self._comm, self._out, self._beside = (Lane(device) for _ in range(4))
-        self._slots = deque(Slot(device, self._in) for _ in range(SLOTS))
+        self._slots = deque(StagingSlot(device, self._in) for _ in range(SLOTS))
         # The slots of `copy_ahead` that no bytes have, and all of them.
-        self._free_ahead: deque[Slot] = deque()
-        self._all_ahead: list[Slot] = []
+        self._free_ahead: deque[StagingSlot] = deque()
+        self._all_ahead: list[StagingSlot] = []
         self._after_in: deque[_Owed] = deque()
         self._copies_out: deque[CopyOut] = deque()
         self._wait: Callable[[torch.Event], None] = torch.Event.synchronize
@@ -280,14 +280,14 @@ class DeviceLanes:
 
     def copy_ahead(self, source: torch.Tensor, pieces: Iterable[slice] = WHOLE) -> CopyAhead:
         if not self._free_ahead:
-            self._all_ahead.append(Slot(self._device, self._in))
+            self._all_ahead.append(StagingSlot(self._device, self._in))
             self._free_ahead.append(self._all_ahead[-1])
         slot = self._free_ahead.popleft()
         staged = slot.begin(source.nbytes)
         self._fill(staged, source, pieces)
         return SlotAhead(self, slot, staged, self._in.mark())
 
-    def land(self, target: torch.Tensor, staged: torch.Tensor, slot: Slot, filled: torch.Event) -> None:
+    def land(self, target: torch.Tensor, staged: torch.Tensor, slot: StagingSlot, filled: torch.Event) -> None:
         """Copy the bytes of a slot to where they are used, when they are there, and give the slot back."""
         compute = self._compute
         self._wait_until_filled(compute, filled)
@@ -295,7 +295,7 @@ class DeviceLanes:
         slot.note_drained(compute.record_event())
         self.give_back(slot)
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: StagingSlot) -> None:
         """Take a slot back for the next `copy_ahead`."""
         self._free_ahead.append(slot)
 
@@ -345,7 +345,7 @@ class DeviceLanes:
     def rejoin(self) -> None:
         self._compute.wait_event(self._comm.mark())
 
-    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> Copy:
+    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> PendingCopy:
         self._wait_until_ready(self._compute.record_event())
         with self._out.stream:
             for target, values in copies:
@@ -425,7 +425,7 @@ class DeviceLanes:
     def _compute(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
 
-    def _next_slot(self) -> Slot:
+    def _next_slot(self) -> StagingSlot:
         """Return the slot that was used least recently."""
         self._slots.rotate(-1)
         return self._slots[-1]

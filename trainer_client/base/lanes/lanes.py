@@ -19,7 +19,7 @@ Act = Callable[[], None]
 WHOLE = (slice(None),)
 
 
-class Copy(Protocol):
+class PendingCopy(Protocol):
     """The future of copies from the device to host memory."""
 
     @property
@@ -108,7 +108,7 @@ class Lanes(Protocol):
     def rejoin(self) -> None:
         """Have the current stream wait for all that was enclosed by `communicating` so far."""
 
-    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> Copy:
+    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> PendingCopy:
         """Begin to copy tensors of the device into host memory.
 
         Args:
@@ -227,7 +227,7 @@ class HostLanes:
     def rejoin(self) -> None:
         """Do nothing."""
 
-    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> Copy:
+    def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> PendingCopy:
         for target, values in copies:
             target.copy_(values)
         if act is not None:

@@ -38,7 +38,7 @@ import torch
 from paramserver.contract.sockets import system_path
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.transport.mapping import FileRange, map_file
-from trainer_client.client.transport.pinning import Driver, PinError, Pins
+from trainer_client.client.transport.pinning import PinDriver, PinError, Pins
 from trainer_client.errors import SessionEndedError, StoreUnavailableError
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class _Mapping:
         self.strangers = 0
         self.pins: Pins | None = None
 
-    def pin(self, driver: Driver, description: pb.Arena) -> None:
+    def pin(self, driver: PinDriver, description: pb.Arena) -> None:
         """Begin to register the mapping, unless that has begun, or the daemon does not expect it."""
         if self.pins is not None:
             return
@@ -112,7 +112,7 @@ class Generation:
         return Generation(memoryview(self._word.tobytes()).cast("Q"), self._given)
 
 
-class Arena:
+class MappedArena:
     """The mapped arena of one session; `map` makes it.
 
     It stays mapped until `close` has been called and the last view of it is gone.
@@ -133,7 +133,9 @@ class Arena:
         self._has_ordinary_pages = os.fstatvfs(self._descriptor).f_bsize == mmap.PAGESIZE
 
     @classmethod
-    def map(cls, description: pb.Arena, driver: Driver | None = None, *, is_announced: bool = False) -> Arena | None:
+    def map(
+        cls, description: pb.Arena, driver: PinDriver | None = None, *, is_announced: bool = False
+    ) -> MappedArena | None:
         """Map the arena that the daemon's Welcome message describes, and begin to register it if there is a `driver`.
 
         `is_announced` says whether the session has told the daemon that this process may register the arena.
@@ -359,7 +361,9 @@ class _Leaving:
         self.over.set()
 
 
-def _lock_slot(inode: _Inode, description: pb.Arena, driver: Driver | None, *, is_announced: bool) -> Arena | None:
+def _lock_slot(
+    inode: _Inode, description: pb.Arena, driver: PinDriver | None, *, is_announced: bool
+) -> MappedArena | None:
     """Lock the session's slot in a mapped arena, and return the arena; None if the session cannot use it."""
     with _guard:
         mapping = _mappings.get(inode)
@@ -382,7 +386,7 @@ def _lock_slot(inode: _Inode, description: pb.Arena, driver: Driver | None, *, i
             return None
         if driver is not None and is_announced:
             mapping.pin(driver, description)
-        arena = Arena(mapping, memory, description, leaving)
+        arena = MappedArena(mapping, memory, description, leaving)
     # This check comes after the lock, because the store could give the slot to another session until then.
     arena.check()
     return arena

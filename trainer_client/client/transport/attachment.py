@@ -20,11 +20,11 @@ from paramserver.contract.capabilities import REPEATED_CALLS, RETURNING_RANKS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 from trainer_client.client.transport.channel import Pending, open_channel, translate
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.client.transport.deadlines import Deadlines
-from trainer_client.client.transport.pinning import Driver, announce, is_announced
+from trainer_client.client.transport.pinning import PinDriver, announce, is_announced
 from trainer_client.client.transport.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.client.transport.sender import Sender
 from trainer_client.client.transport.session import OnRankGone, Session
@@ -51,7 +51,7 @@ class OpenSession:
         begin: Callable[..., Session],
         *,
         prefer_streams: bool,
-        driver: Driver | None = None,
+        driver: PinDriver | None = None,
     ) -> None:
         """Open the session.
 
@@ -75,11 +75,11 @@ class OpenSession:
         self.epoch = welcome.epoch
         self.arena_bytes = welcome.arena.size_bytes
         self.capabilities = frozenset(welcome.capabilities)
-        self.arena: Arena | None = None
+        self.arena: MappedArena | None = None
         with ExitStack() as after_error:
             after_error.callback(self.session.close)
             if not prefer_streams:
-                self.arena = Arena.map(welcome.arena, driver, is_announced=registers)
+                self.arena = MappedArena.map(welcome.arena, driver, is_announced=registers)
             after_error.pop_all()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Attachment(OpenSession):
         credentials: Credentials,
         *,
         prefer_streams: bool,
-        driver: Driver | None = None,
+        driver: PinDriver | None = None,
         trace_parent: TraceParent | None = None,
         on_lost: Callable[[Attachment, StoreError], None],
         on_rank_gone: OnRankGone,

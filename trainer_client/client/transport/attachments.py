@@ -46,7 +46,7 @@ from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.backoff import Backoff
 from trainer_client.client.transport.channel import Pending, wait_until_serving
 from trainer_client.client.transport.credentials import Credentials
-from trainer_client.client.transport.journal import Journal, Vote
+from trainer_client.client.transport.journal import Journal, JournaledVote
 from trainer_client.client.transport.session_state import SessionState
 from trainer_client.errors import (
     ConfigError,
@@ -495,7 +495,7 @@ class Attachments:
         if failure is not None:
             raise failure
 
-    def _wait_for_commit(self, vote: Vote, deadline: float) -> None:
+    def _wait_for_commit(self, vote: JournaledVote, deadline: float) -> None:
         """Wait until the other ranks of the node have voted, too, and the store has committed.
 
         It can raise StoreError.

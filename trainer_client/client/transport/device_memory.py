@@ -29,7 +29,7 @@ def room_for(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class DeviceMemory:
+class OfferedMemory:
     """The memory of one device.
 
     Attributes:
@@ -94,7 +94,7 @@ class DeviceBytes:
         data: the bytes, a 1-D uint8 tensor on the device.
     """
 
-    memory: DeviceMemory
+    memory: OfferedMemory
     data: torch.Tensor
 
     def keep(self, values: torch.Tensor) -> None:

@@ -181,7 +181,7 @@ class Settled:
 
 
 @dataclass(slots=True, kw_only=True)
-class Vote:
+class JournaledVote:
     """This rank's vote for a commit, and the last call that carried it to the store.
 
     Attributes:
@@ -225,7 +225,7 @@ class Journal:
         self.registered: Registered | None = None
         self.settled: Settled | None = None
         self.step: int | None = None
-        self.vote: Vote | None = None
+        self.vote: JournaledVote | None = None
         self.unkept_bytes = 0
         self.is_open = False
         self.is_filling = False
@@ -362,11 +362,13 @@ class Journal:
             del self._entries[place]
             self._replayed -= place < self._replayed
 
-    def begin_vote(self, attachment: Attachment, step: int, client_state: bytes, settled: int) -> Vote:
+    def begin_vote(self, attachment: Attachment, step: int, client_state: bytes, settled: int) -> JournaledVote:
         """Vote for the commit, keep the vote and return it. It does not wait."""
         call = vote(attachment, step, client_state, settled)
         self.step = step
-        self.vote = Vote(step=step, client_state=client_state, settled=settled, attachment=attachment, call=call)
+        self.vote = JournaledVote(
+            step=step, client_state=client_state, settled=settled, attachment=attachment, call=call
+        )
         return self.vote
 
     def acknowledge(self, step: int) -> None:

@@ -13,7 +13,7 @@ from trainer_client.base.recorder import Cause, Recorder
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.attachments import Attachments
 from trainer_client.client.transport.channel import Pending
-from trainer_client.client.transport.journal import Vote
+from trainer_client.client.transport.journal import JournaledVote
 from trainer_client.errors import StoreError
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class WithdrawableUpdate(Pending[bool]):
 class PendingCommit(Pending[None]):
     """This rank's vote for a commit. If the daemon is lost, the journal repeats the vote with the next one."""
 
-    def __init__(self, attachments: Attachments, vote: Vote, recorder: Recorder) -> None:
+    def __init__(self, attachments: Attachments, vote: JournaledVote, recorder: Recorder) -> None:
         self.waited_seconds = 0.0
         self._attachments = attachments
         self._vote = vote

@@ -43,7 +43,7 @@ class PinError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class PinDriver:
     """The calls of a device's driver that registrations need. Each raises PinError if the driver refuses.
 
     Attributes:
@@ -71,7 +71,9 @@ class Pins:
         piece_bytes: the size of a registration; `Arena.piece_bytes` of the daemon, a multiple of 2 MiB.
     """
 
-    def __init__(self, driver: Driver, address: int, nbytes: int, settled: Callable[[], int], piece_bytes: int) -> None:
+    def __init__(
+        self, driver: PinDriver, address: int, nbytes: int, settled: Callable[[], int], piece_bytes: int
+    ) -> None:
         self.pinned_bytes = 0
         self._driver = driver
         self._address = address
@@ -252,20 +254,20 @@ class _Cuda:
 
 
 @cache
-def _cuda(index: int) -> Driver:
+def _cuda(index: int) -> PinDriver:
     cuda = _Cuda(index)
-    return Driver(register=cuda.register, unregister=cuda.unregister, synchronize=cuda.synchronize)
+    return PinDriver(register=cuda.register, unregister=cuda.unregister, synchronize=cuda.synchronize)
 
 
-def _cuda_of(device: torch.device) -> Driver:
+def _cuda_of(device: torch.device) -> PinDriver:
     return _cuda(torch.cuda.current_device() if device.index is None else device.index)
 
 
 # The functions that make the driver of a device, by the device's type. A test device adds its own.
-DRIVERS: dict[str, Callable[[torch.device], Driver]] = {"cuda": _cuda_of}
+DRIVERS: dict[str, Callable[[torch.device], PinDriver]] = {"cuda": _cuda_of}
 
 
-def driver_of(device: torch.device, setting: str | bool) -> Driver | None:
+def driver_of(device: torch.device, setting: str | bool) -> PinDriver | None:
     """Return the driver with which a rank on `device` registers the arena; None if it registers nothing.
 
     Args:

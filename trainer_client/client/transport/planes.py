@@ -15,7 +15,7 @@ import torch
 from paramserver.contract.malloc_settings import keep_chunk_buffers
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.device import CPU
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 from trainer_client.client.transport.channel import LEASE_DEADLINE_SECONDS, Pending
 from trainer_client.client.transport.device_memory import DeviceBytes
 from trainer_client.client.transport.mapping import FileRange
@@ -24,7 +24,7 @@ from trainer_client.client.transport.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ArenaPlace:
     """Where the bytes of a lease are in an arena that is registered with a device: at byte `offset`."""
 
     pins: Pins
@@ -69,7 +69,7 @@ class LeasedBytes:
     data: torch.Tensor
     plane: Plane
     source: FileRange | None = None
-    place: Place | None = None
+    place: ArenaPlace | None = None
     on_device: DeviceBytes | None = None
     keep: DeviceBytes | None = None
     asks_to_park: bool = False
@@ -154,14 +154,14 @@ class ArenaPlane:
     name = "arena"
     is_mapped = True
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: MappedArena) -> None:
         self._arena = arena
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         data = self._arena.view(lease.arena_offset, lease.size_bytes)
         source = self._arena.file_range(lease.arena_offset)
         pins = self._arena.pins
-        place = None if pins is None else Place(pins=pins, offset=lease.arena_offset)
+        place = None if pins is None else ArenaPlace(pins=pins, offset=lease.arena_offset)
         return LeasedBytes(
             lease_id=lease.lease_id, version=lease.version, data=data, plane=self, source=source, place=place
         )

@@ -37,7 +37,7 @@ from trainer_client.client.transport.attachments import (
 )
 from trainer_client.client.transport.channel import Pending
 from trainer_client.client.transport.credentials import NO_CREDENTIALS, Credentials
-from trainer_client.client.transport.device_memory import DeviceMemory
+from trainer_client.client.transport.device_memory import OfferedMemory
 from trainer_client.client.transport.journal import (
     Applied,
     Derived,
@@ -56,7 +56,7 @@ from trainer_client.client.transport.journal import (
 from trainer_client.client.transport.later_commit import LaterCommits, LaterValues
 from trainer_client.client.transport.parking import Parking
 from trainer_client.client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
-from trainer_client.client.transport.pinning import Driver
+from trainer_client.client.transport.pinning import PinDriver
 from trainer_client.client.transport.planes import LeasedBytes, Plane, check
 from trainer_client.client.transport.session import OnRankGone
 from trainer_client.client.transport.shard_group_name import ShardGroupName
@@ -109,7 +109,7 @@ class RankStore:
         credentials: Credentials = NO_CREDENTIALS,
         *,
         prefer_streams: bool = False,
-        driver: Driver | None = None,
+        driver: PinDriver | None = None,
         recorder: Recorder | None = None,
         survival: Survival | None = None,
         trace_parent: TraceParent | None = None,
@@ -127,7 +127,7 @@ class RankStore:
         self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
         # The memory of this rank's device that the store may use for copies, and the attachment that knows of it.
-        self._device_memory: DeviceMemory | None = None
+        self._device_memory: OfferedMemory | None = None
         self._offered_to: Attachment | None = None
         attach = partial(
             Attachment,
@@ -363,7 +363,7 @@ class RankStore:
         """
         memory = self._device_memory
         if memory is None:
-            memory = DeviceMemory(device, nbytes)
+            memory = OfferedMemory(device, nbytes)
         elif nbytes > memory.nbytes:
             memory.resize(nbytes)
         offered_to = self._offer(device, nbytes)
@@ -391,7 +391,7 @@ class RankStore:
 
         return self._attachments.retry_over_restarts(act)
 
-    def _offer_again(self, at: Attachment) -> DeviceMemory | None:
+    def _offer_again(self, at: Attachment) -> OfferedMemory | None:
         """Offer the device memory to the next daemon, if `at` is an attachment to one, and return the memory."""
         memory = self._device_memory
         if memory is not None and self._offered_to is not at:
@@ -429,7 +429,7 @@ class RankStore:
         where, asked = _unit_of(wants), time.monotonic()
 
         def finish(
-            at: Attachment, memory: DeviceMemory | None, response: pb.AcquireLeasesResponse
+            at: Attachment, memory: OfferedMemory | None, response: pb.AcquireLeasesResponse
         ) -> list[LeasedBytes]:
             began = time.monotonic()
             leases = [_open_read(at, lease, memory) for lease in response.leases]
@@ -866,7 +866,7 @@ class RankStore:
         return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
 
 
-def _open_read(at: Attachment, lease: pb.Lease, memory: DeviceMemory | None) -> LeasedBytes:
+def _open_read(at: Attachment, lease: pb.Lease, memory: OfferedMemory | None) -> LeasedBytes:
     """Return a read lease with its bytes, in host memory or in the memory of this rank's device."""
     if memory is not None and lease.HasField("device"):
         found = memory.range(lease.device, lease.size_bytes)

@@ -52,7 +52,7 @@ class RepeatingSession(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Call:
+class _QueuedCall:
     """A call.
 
     Attributes:
@@ -91,13 +91,13 @@ class Sender:
         # is reentrant because a signal handler may close the session while its thread begins a call. No future gets its
         # result under the lock, because the future's callbacks take other locks.
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_QueuedCall] = deque()
         self._is_closed = False
         self._number = 0
         # The calls that were begun and have no answer, by number; those among them that were lost; and the numbers of
         # answers of which the store is to hear.
-        self._begun: dict[int, _Call] = {}
-        self._lost: dict[int, _Call] = {}
+        self._begun: dict[int, _QueuedCall] = {}
+        self._lost: dict[int, _QueuedCall] = {}
         self._answered: list[int] = []
         self._thread = threading.Thread(target=self._run, name="paramserver-sender", daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class Sender:
             if not self._is_closed:
                 self._number += 1
                 self._waiting.append(
-                    _Call(
+                    _QueuedCall(
                         number=self._number,
                         method=method,
                         request=request,
@@ -154,7 +154,7 @@ class Sender:
             self._begin(call)
         return bool(ready or failed)
 
-    def _next(self) -> tuple[Sequence[_Call], Sequence[_Call]]:
+    def _next(self) -> tuple[Sequence[_QueuedCall], Sequence[_QueuedCall]]:
         """Wait for calls that can be begun now, and for lost ones that never can. Return both; none after `close`."""
         with self._changed:
             while True:
@@ -185,7 +185,7 @@ class Sender:
         are_all_known = all(call.stream == stream or call.failure is not None for call in self._begun.values())
         return are_all_known and all(call.stream < stream for call in self._lost.values())
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: _QueuedCall) -> None:
         call.failure = None
         options: dict[str, Any] = {"timeout": call.timeout_seconds}
         with self._changed:
@@ -207,7 +207,7 @@ class Sender:
         else:
             begun.add_done_callback(partial(self._on_answer, call))
 
-    def _on_answer(self, call: _Call, begun: Any) -> None:
+    def _on_answer(self, call: _QueuedCall, begun: Any) -> None:
         try:
             result = begun.result()
         except Exception as error:
@@ -216,7 +216,7 @@ class Sender:
         else:
             self._end(call, result, None)
 
-    def _is_lost(self, call: _Call, error: Exception) -> bool:
+    def _is_lost(self, call: _QueuedCall, error: Exception) -> bool:
         """Note a call whose connection broke before its answer came, and return True; return False for any other."""
         if not isinstance(error, grpc.RpcError) or self._session is None:
             return False
@@ -233,7 +233,7 @@ class Sender:
             self._changed.notify_all()
         return True
 
-    def _end(self, call: _Call, result: Any, failure: Exception | None) -> None:
+    def _end(self, call: _QueuedCall, result: Any, failure: Exception | None) -> None:
         with self._changed:
             del self._begun[call.number]
             if call.has_session and self._session is not None:

@@ -83,7 +83,7 @@ class Streams:
             StoreError: the session has ended, the store refuses, or the deadline of `timeout_seconds` has passed.
             DataLossError: bytes were damaged on their way.
         """
-        self._complete(_Writing(self._write, lease_id, self._session_id, source, at), timeout_seconds)
+        self._complete(_WriteStream(self._write, lease_id, self._session_id, source, at), timeout_seconds)
 
     def _complete(self, transfer: _Transfer, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -188,7 +188,7 @@ class _Reading:
         self.moved_bytes = end
 
 
-class _Writing:
+class _WriteStream:
     def __init__(self, method: Any, lease_id: int, session_id: str, source: memoryview, at: int) -> None:
         self._method = method
         self._lease_id = lease_id

@@ -47,7 +47,7 @@ class Origin(enum.IntEnum):
     """The parameter is on the meta device and has no recipe."""
 
 
-class Source(Protocol):
+class InitialSource(Protocol):
     """The source of one parameter's initial values.
 
     Attributes:
@@ -279,7 +279,7 @@ class InitialValues:
         self._collectives.broadcast(values)
         buffer.copy_(values.view_as(buffer))
 
-    def _source(self, parameter: ModelParameter, found: Found, recorded: torch.Tensor | None) -> Source:
+    def _source(self, parameter: ModelParameter, found: Found, recorded: torch.Tensor | None) -> InitialSource:
         stored = found.parameters.get(parameter.index)
         if stored is not None:
             return _FromFile(stored, parameter.tensor.dtype)

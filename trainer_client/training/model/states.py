@@ -31,7 +31,7 @@ from trainer_client.training.model.placement import GroupPlacement, Residence
 from trainer_client.training.ranks.collectives import Collectives
 
 
-class Placed(Protocol):
+class PlacedGroup(Protocol):
     """A flat group that has a placement: its states, or what a plan has of them."""
 
     @property
@@ -272,13 +272,13 @@ def _with_changes(master: torch.Tensor, parameters: torch.Tensor) -> torch.Tenso
     return torch.where(is_same, master, parameters.float())
 
 
-def is_in_store(placed: Placed) -> bool:
+def is_in_store(placed: PlacedGroup) -> bool:
     """Return whether an update of the group changes bytes in the store, so that every step has to be committed."""
     on_device = placed.placement.parameters is Home.DEVICE and placed.placement.optimizer is Home.DEVICE
     return placed.group.trainable and not on_device
 
 
-def placement_bytes(states: Iterable[Placed]) -> dict[str, dict[str, int]]:
+def placement_bytes(states: Iterable[PlacedGroup]) -> dict[str, dict[str, int]]:
     """Return this rank's bytes by home, for each of parameters, gradients and optimizer."""
     totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
     for state in states:

@@ -28,7 +28,7 @@ _MOST_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _WaitingPlace:
     """The collective that a rank is in (`inside`) or was in last.
 
     Attributes:
@@ -88,7 +88,7 @@ class Watch:
         self._rank = rank
         self._world_size = world_size
         self._interval_seconds = min(timeout_seconds / 4, _INTERVAL_SECONDS)
-        self._place = _Place(0, "", False)
+        self._place = _WaitingPlace(0, "", False)
         self._heard: dict[int, _Heard] = {}
         # Callers count what they ask the thread for, and the thread counts what it has done of that.
         self._changed = threading.Condition()
@@ -101,17 +101,17 @@ class Watch:
     def within(self, what: str) -> Iterator[None]:
         """Enclose a collective of this rank; `what` names it for people, as "the gather of blocks.2"."""
         number = self._place.number + 1
-        self._place = _Place(number, what, True)
+        self._place = _WaitingPlace(number, what, True)
         yield
         # This line is skipped if the collective fails, because the rank is then still in it.
-        self._place = _Place(number, what, False)
+        self._place = _WaitingPlace(number, what, False)
 
     def abandon(self, what: str, why: str) -> str:
         """Note that this rank does not come to `what` or to any later collective, and why; return that for people.
 
         The next `exchange` writes it.
         """
-        self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True)
+        self._place = _WaitingPlace(self._place.number + 1, f"{what}, which it gave up ({why})", True)
         return f"rank {self._rank} is {self._place}"
 
     def exchange(self) -> None:
@@ -167,7 +167,7 @@ class Watch:
                 self._done = asked
                 self._changed.notify_all()
 
-    def _say(self, place: _Place) -> None:
+    def _say(self, place: _WaitingPlace) -> None:
         # The error occurs if the rank that hosts the store is gone. The collectives report that.
         with suppress(RuntimeError):
             self._store.set(str(self._rank), f"{time.time()} {place}")

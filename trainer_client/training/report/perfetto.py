@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.contract.durable_files import replace
-from trainer_client.base.recorder import Span
+from trainer_client.base.recorder import TraceSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Process:
     """A heading of the trace and the spans under it; those of all processes of a trace are on one clock."""
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
 
 
 def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Se
 def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process.name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    by_row: dict[str, list[Span]] = defaultdict(list)
+    by_row: dict[str, list[TraceSpan]] = defaultdict(list)
     for span in process.spans:
         by_row[span.row].append(span)
     order = {row: index for index, row in enumerate(rows)}
@@ -73,12 +73,12 @@ def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> It
                 yield event
 
 
-def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+def _lanes(spans: Iterable[TraceSpan]) -> list[list[TraceSpan]]:
     """Distribute spans over as few lanes as possible so that none overlap within a lane.
 
     The format requires that, because overlapping events of one row have to be nested.
     """
-    lanes: list[list[Span]] = []
+    lanes: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: (span.began, span.ended)):
         lane = next((lane for lane in lanes if lane[-1].ended <= span.began), None)
         if lane is None:

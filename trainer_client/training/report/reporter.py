@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _ReportedStep:
     """A step that has ended.
 
     Attributes:
@@ -78,7 +78,7 @@ class Reporter:
         recorder.end_step()
         gathers.reset()
         self._before = pb.ReadCountersResponse()
-        self._last: _Step | None = None
+        self._last: _ReportedStep | None = None
         store.read_counters().add_done_callback(self._begin)
 
     def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> None:
@@ -92,7 +92,7 @@ class Reporter:
         gathers = self._gathers.snapshot().total
         self._gathers.reset()
         line = None if line is None else carried(line, number)
-        step = _Step(number=number, sums=sums, gathers=gathers, line=line, answered=threading.Event())
+        step = _ReportedStep(number=number, sums=sums, gathers=gathers, line=line, answered=threading.Event())
         self._last = step
         self._store.read_counters().add_done_callback(lambda future: self._answer(step, future))
         for trace in self._traces:
@@ -110,7 +110,7 @@ class Reporter:
         if (reading := _reading(future)) is not None:
             self._before = reading
 
-    def _answer(self, step: _Step, future: Future[pb.ReadCountersResponse]) -> None:
+    def _answer(self, step: _ReportedStep, future: Future[pb.ReadCountersResponse]) -> None:
         """Make the report of `step`; runs on a thread of gRPC, once for each step and in their order."""
         try:
             work, reading = StoreWork(), _reading(future)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.contract.otlp import OtlpError, SpanSender
-from trainer_client.base.recorder import MAX_SPANS, Recorder, Span, StepSums
+from trainer_client.base.recorder import MAX_SPANS, Recorder, StepSums, TraceSpan
 from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.paramserver import TelemetrySection
 from trainer_client.errors import ConfigError
@@ -27,11 +27,11 @@ _TRACE_ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ExportedStep:
     """The step under way: its span, and the list that gets the recorder's spans."""
 
     span: Any
-    spans: list[Span]
+    spans: list[TraceSpan]
 
 
 class StepExport:
@@ -78,7 +78,7 @@ class StepExport:
         # The number of steps that this run has made. It is the same on all ranks.
         self._made = 0
         self._began = recorder.step_began
-        self._step: _Step | None = None
+        self._step: _ExportedStep | None = None
         # The spans of a step are handed over on this thread, because that takes some hundredths of a second.
         self._thread = ThreadPoolExecutor(1, "paramserver-telemetry")
         self._begin_if_due()
@@ -105,7 +105,7 @@ class StepExport:
             return
         trace_id = hashlib.blake2b(f"{self._run_id} {self._made}".encode(), digest_size=_TRACE_ID_BYTES).digest()
         span = self._sender.begin_shared("step", self._began, trace_id, is_root=self._rank == 0)
-        self._step = _Step(span, self._recorder.start_trace())
+        self._step = _ExportedStep(span, self._recorder.start_trace())
         self._trace_parent.value = self._sender.traceparent_of(span)
 
     def _finish(self, name: str, began: float, ended: float, number: int | None) -> None:
@@ -122,7 +122,7 @@ class StepExport:
         self._thread.submit(self._send, step.span, spans, began, ended, attributes)
 
     def _send(
-        self, span: Any, spans: Sequence[Span], began: float, ended: float, attributes: dict[str, str | int]
+        self, span: Any, spans: Sequence[TraceSpan], began: float, ended: float, attributes: dict[str, str | int]
     ) -> None:
         parent = span.get_span_context()
         for one in spans:

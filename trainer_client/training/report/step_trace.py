@@ -32,8 +32,8 @@ from trainer_client.base.recorder import (
     MAX_SPANS,
     PHASES_ROW,
     Recorder,
-    Span,
     StepSums,
+    TraceSpan,
 )
 from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.paramserver import TraceSection
@@ -96,8 +96,8 @@ class StepTrace:
         self._state = _State.BEFORE
         # The number of steps that this run has made.
         self._made = 0
-        self._steps: list[Span] = []
-        self._spans: list[Span] = []
+        self._steps: list[TraceSpan] = []
+        self._spans: list[TraceSpan] = []
         self._answers: list[Future[pb.CollectSpansResponse]] = []
         self._clock: list[_ClockSample] = []
         self._writer: threading.Thread | None = None
@@ -109,7 +109,7 @@ class StepTrace:
         if self._state is _State.DRAINING:
             self._finish()
         if self._state is _State.TRACING:
-            self._steps.append(Span(row=STEPS_ROW, name=f"step {number}", began=sums.began, ended=sums.ended))
+            self._steps.append(TraceSpan(row=STEPS_ROW, name=f"step {number}", began=sums.began, ended=sums.ended))
             if len(self._steps) < self._section.steps:
                 self._collect(ends=False)
             else:
@@ -198,8 +198,8 @@ def _offset(samples: Iterable[_ClockSample]) -> float:
     return 0.0 if abs(best.offset) <= best.round_trip / 2 else best.offset
 
 
-def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> Span:
-    return Span(
+def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> TraceSpan:
+    return TraceSpan(
         row=span.activity,
         name=span.subject,
         began=span.began_seconds - offset,
@@ -208,7 +208,7 @@ def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> Span:
     )
 
 
-def _within(spans: Iterable[Span], began: float, ended: float) -> list[Span]:
+def _within(spans: Iterable[TraceSpan], began: float, ended: float) -> list[TraceSpan]:
     """Return the spans, clipped to [began, ended]."""
     return [
         replace(span, began=max(span.began, began), ended=min(span.ended, ended))

@@ -49,7 +49,7 @@ class KeptAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """A checkpoint.
 
     Attributes:
@@ -100,7 +100,7 @@ class Manifest:
         return text
 
     @classmethod
-    def from_json(cls, text: str | bytes, path: str) -> Manifest:
+    def from_json(cls, text: str | bytes, path: str) -> CheckpointManifest:
         """Return the manifest that `to_json` made this text of.
 
         Raises:
@@ -218,7 +218,7 @@ def read_latest(directory: Path, name: str = LATEST) -> str | None:
         raise CheckpointError(f"{directory / name} names no tag: {error}") from None
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CheckpointManifest:
     """Return the manifest in the directory of a tag.
 
     Raises:
@@ -235,7 +235,7 @@ def read_manifest(directory: Path) -> Manifest:
                 "import`, and resume the job that it makes"
             ) from None
         raise CheckpointError(f"{directory} has no checkpoint: there is no {MANIFEST} in it") from None
-    return Manifest.from_json(content, str(path))
+    return CheckpointManifest.from_json(content, str(path))
 
 
 def write_all(contents: Mapping[Path, str]) -> None:

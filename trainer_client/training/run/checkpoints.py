@@ -28,7 +28,7 @@ from trainer_client.training.model.plain_state import PlainState
 from trainer_client.training.model.states import PlacedStates
 from trainer_client.training.run import checkpoint_files as files
 from trainer_client.training.run import client_state, relayout
-from trainer_client.training.run.checkpoint_files import KeptAt, Manifest
+from trainer_client.training.run.checkpoint_files import CheckpointManifest, KeptAt
 from trainer_client.training.run.context import RankContext, UserObjects
 from trainer_client.training.run.kept_source import KeptSource, find_source
 from trainer_client.training.run.retention import Retention
@@ -57,7 +57,7 @@ class Loaded:
     """
 
     path: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     source: KeptSource
     run_state: dict[str, Any]
     client_state: dict[str, Any]
@@ -139,7 +139,7 @@ class Checkpoints:
 
         try:
             parts = self._on_all_ranks("save_checkpoint()", keep)
-            manifest = Manifest(
+            manifest = CheckpointManifest(
                 tag=tag,
                 job=self._job,
                 kept=name,
@@ -273,9 +273,9 @@ class Checkpoints:
                     log.warning("%s; that of rank 0 counts", text)
         return tags[0]
 
-    def _write(self, manifest: Manifest, directory: Path, *, save_latest: bool) -> list[str]:
+    def _write(self, manifest: CheckpointManifest, directory: Path, *, save_latest: bool) -> list[str]:
         """Write the files of a checkpoint, and return the kept step of the checkpoint that it replaces, if any."""
-        before: Manifest | None = None
+        before: CheckpointManifest | None = None
         with suppress(CheckpointError, OSError):
             before = files.read_manifest(directory)
         replaced = [before.kept] if before is not None and self._retention.was_saved_in(directory, before) else []
@@ -302,7 +302,7 @@ class Checkpoints:
                 log.warning("the kept step %s is not forgotten: %s", name, error)
 
     def _loaded(self, *, path: str, text: str, source: Mapping[str, Any], with_states: bool) -> Loaded:
-        manifest, found = Manifest.from_json(text, path), KeptSource.from_json(source)
+        manifest, found = CheckpointManifest.from_json(text, path), KeptSource.from_json(source)
         rank = self._collectives.rank
         known = rank < len(manifest.run_states)
         state = files.decode_run_state(manifest.run_states[rank if known else 0], path)

@@ -12,7 +12,7 @@ from trainer_client.base.lanes.lanes import Lanes
 from trainer_client.client.transport.rank_store import RankStore
 
 
-class DeviceCopies:
+class CopyRoom:
     """The offer of one rank.
 
     Attributes:

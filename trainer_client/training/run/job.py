@@ -37,7 +37,7 @@ from trainer_client.training.run import stored_state
 from trainer_client.training.run.context import RankContext, UserObjects
 from trainer_client.training.run.declaration import assign, flat_groups, open_request
 from trainer_client.training.run.device_budget import bytes_of_copies, need_of, require_room
-from trainer_client.training.run.device_copies import DeviceCopies
+from trainer_client.training.run.device_copies import CopyRoom
 from trainer_client.training.run.imported import load_buffers
 from trainer_client.training.run.relayout import fill
 from trainer_client.training.run.resume_point import Start, carried_state, find_start, name_layout
@@ -169,7 +169,7 @@ class Job:
         self.buffers.note()
         self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
         most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
-        self.device_copies = DeviceCopies(store, self.lanes, collectives.device, most_bytes)
+        self.device_copies = CopyRoom(store, self.lanes, collectives.device, most_bytes)
         self.device_copies.offer(section.gpu_budget)
 
     def _bytes_of_copies(self, groups: Sequence[FlatGroup], placed: Mapping[str, GroupPlacement]) -> int:

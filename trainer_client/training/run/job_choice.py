@@ -106,7 +106,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenJob:
     """The job of an engine.
 
     Attributes:
@@ -181,7 +181,7 @@ def choose_job(
         raise failure
     if not json.loads(text):
         raise ConfigError("rank 0 has found no job for this engine: see its message")
-    choice = Choice(**json.loads(text))
+    choice = ChosenJob(**json.loads(text))
     if choice.former and collectives.rank == 0:
         log.warning(
             "paramserver: job %r has step %d, and this engine begins anew, as job %r, because %s. That step stays: to "
@@ -209,7 +209,7 @@ def _require_no_reference(address: str, job: str) -> None:
         )
 
 
-def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: str) -> Choice:
+def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: str) -> ChosenJob:
     """Return the job of an engine; see [Note: which job].
 
     Args:
@@ -233,7 +233,7 @@ def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: st
         why = 'paramserver.resume is "anew"' if wish.resume == "anew" else f"this is {wish.loop.value}"
         return _anew(wish, stored, new_name, former, why)
     if wish.is_named:
-        return Choice(job=wish.job, resume=wish.resume or "auto")
+        return ChosenJob(job=wish.job, resume=wish.resume or "auto")
     others = [job for job in stored if job.startswith(f"{newest}.") and stored[job] > 0]
     if others:
         why = f"the last start had several engines without paramserver.job ({', '.join([newest, *sorted(others)])})"
@@ -244,10 +244,10 @@ def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: st
             )
         if wish.resume is None:
             return _anew(wish, stored, new_name, former, why)
-    return Choice(job=wish.base if wish.resume == "never" else newest, resume=wish.resume or "auto")
+    return ChosenJob(job=wish.base if wish.resume == "never" else newest, resume=wish.resume or "auto")
 
 
-def _beside(wish: Wish, first: str, known: set[str]) -> Choice:
+def _beside(wish: Wish, first: str, known: set[str]) -> ChosenJob:
     """Return the job of an engine beside the one with the job `first`."""
     if (wish.is_named and wish.loop is Loop.OWN) or wish.resume == "must":
         raise ConfigError(
@@ -262,12 +262,12 @@ def _beside(wish: Wish, first: str, known: set[str]) -> Choice:
         "paramserver.job for each of them, so that a later start can go on with both",
         *(first, f"{first}.{number}"),
     )
-    return Choice(job=f"{first}.{number}", resume="never")
+    return ChosenJob(job=f"{first}.{number}", resume="never")
 
 
-def _anew(wish: Wish, stored: Mapping[str, int], new_name: str, former: Mapping[str, object], why: str) -> Choice:
+def _anew(wish: Wish, stored: Mapping[str, int], new_name: str, former: Mapping[str, object], why: str) -> ChosenJob:
     job = new_name if wish.base in stored else wish.base
-    return Choice(job=job, resume="never", why=why, **former)  # type: ignore[arg-type]
+    return ChosenJob(job=job, resume="never", why=why, **former)  # type: ignore[arg-type]
 
 
 def _start_of(job: str, base: str) -> str:

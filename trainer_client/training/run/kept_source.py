@@ -17,7 +17,7 @@ from trainer_client.client.store_client.types import StoredTensor, kind_from_pro
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import CheckpointError, OtherModelError
 from trainer_client.training.model.flat_group import FlatGroup
-from trainer_client.training.run.checkpoint_files import Manifest
+from trainer_client.training.run.checkpoint_files import CheckpointManifest
 from trainer_client.training.run.stored_step import StepPart, StoreAddress, find_parts, first_gap
 
 _WEIGHTS = {"param", "master"}
@@ -67,7 +67,7 @@ class KeptSource:
 
 
 def find_source(
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     path: str,
     groups: Sequence[FlatGroup],
     known: Iterable[StoreAddress],

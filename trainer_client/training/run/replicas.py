@@ -224,7 +224,7 @@ class FollowerProcess:
             self._changed.notify_all()
 
 
-class Replicas:
+class Followers:
     """The followers of this rank, which are none unless it is the first one of its store.
 
     Attributes:

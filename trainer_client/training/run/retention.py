@@ -19,7 +19,7 @@ from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.errors import CheckpointError, TrainerClientError
 from trainer_client.training.run import checkpoint_files as files
-from trainer_client.training.run.checkpoint_files import Manifest
+from trainer_client.training.run.checkpoint_files import CheckpointManifest
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Retention:
         self._seen: dict[str, _Present] = {}
         self._warned: set[str] = set()
 
-    def was_saved_in(self, directory: Path, manifest: Manifest) -> bool:
+    def was_saved_in(self, directory: Path, manifest: CheckpointManifest) -> bool:
         """Return whether the store keeps the step for the checkpoint in `directory`, which has this manifest.
 
         The manifest may be a copy of another checkpoint's, which needs the step as well. It can raise StoreError.
@@ -67,7 +67,7 @@ class Retention:
         notes = {step.name: step.note for step in self._store.list_kept_steps()}
         return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
 
-    def note(self, manifest: Manifest, directory: Path, *, is_renamed: bool = False) -> None:
+    def note(self, manifest: CheckpointManifest, directory: Path, *, is_renamed: bool = False) -> None:
         """Take note of a checkpoint that is in a directory. It can raise OSError."""
         self._seen[manifest.kept] = _Present(
             directory=directory,
@@ -84,7 +84,7 @@ class Retention:
         """Take note that no checkpoint needs the kept step of this name any more."""
         self._seen.pop(name, None)
 
-    def unneeded(self, newest: Manifest) -> list[str]:
+    def unneeded(self, newest: CheckpointManifest) -> list[str]:
         """Return the kept steps that no checkpoint needs any more, and remove the manifests of old checkpoints.
 
         If the store does not answer, this is only logged, because the checkpoint `newest` is saved, and the next save
@@ -96,7 +96,7 @@ class Retention:
             log.warning("old checkpoints are not removed: %s", error)
             return []
 
-    def _unneeded(self, newest: Manifest) -> list[str]:
+    def _unneeded(self, newest: CheckpointManifest) -> list[str]:
         """Do what `unneeded` says. It can raise StoreError.
 
         If a step's checkpoint is neither in its directory nor near it, the step is not needed if
@@ -139,7 +139,7 @@ class Retention:
         name: str,
         directory: Path,
         present: _Present | None,
-        manifests_below: Callable[[Path], Mapping[Path, Manifest]],
+        manifests_below: Callable[[Path], Mapping[Path, CheckpointManifest]],
     ) -> bool:
         """Look for the checkpoint of a kept step, take note of where it is, and return whether it was found.
 
@@ -206,12 +206,12 @@ def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[s
     return kept
 
 
-def _manifests_below(parent: Path) -> dict[Path, Manifest]:
+def _manifests_below(parent: Path) -> dict[Path, CheckpointManifest]:
     """Return the manifests one and two levels below a directory, by the directories that have them."""
     return _manifests_at([*parent.glob(f"*/{files.MANIFEST}"), *parent.glob(f"*/*/{files.MANIFEST}")])
 
 
-def _manifests_at(paths: Iterable[Path]) -> dict[Path, Manifest]:
+def _manifests_at(paths: Iterable[Path]) -> dict[Path, CheckpointManifest]:
     """Return the manifests that can be read, by the directories that have them, sorted."""
     found = {}
     for path in sorted(paths):
@@ -220,7 +220,7 @@ def _manifests_at(paths: Iterable[Path]) -> dict[Path, Manifest]:
     return found
 
 
-def _of_step(name: str, manifests: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
+def _of_step(name: str, manifests: Mapping[Path, CheckpointManifest]) -> dict[Path, CheckpointManifest]:
     return {place: manifest for place, manifest in manifests.items() if manifest.kept == name}
 
 

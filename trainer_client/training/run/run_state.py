@@ -45,7 +45,7 @@ class Scheduler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """The counters of the engine: optimizer steps, the samples in them, and micro-batches."""
 
     global_steps: int = 0
@@ -111,7 +111,7 @@ class RunState:
         # The bytes of the last encoded state without those that the script may change between two steps.
         self._other_bytes = 0
 
-    def encode(self, progress: Progress, user: Mapping[str, Any], *, ends_step: bool = False) -> bytes:
+    def encode(self, progress: RunProgress, user: Mapping[str, Any], *, ends_step: bool = False) -> bytes:
         """Return the encoded state for a commit.
 
         Args:
@@ -262,7 +262,7 @@ class RunState:
         optimizer: bool = True,
         lr_scheduler: bool = True,
         settings: bool = True,
-    ) -> Progress:
+    ) -> RunProgress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
         The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
@@ -317,7 +317,7 @@ class RunState:
             # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
             # micro-batches.
             micro_steps = counters["global_steps"] * sizes.accumulation
-        return Progress(
+        return RunProgress(
             global_steps=counters["global_steps"], global_samples=counters["global_samples"], micro_steps=micro_steps
         )
 

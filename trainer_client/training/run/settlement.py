@@ -36,7 +36,7 @@ from trainer_client.base.log_context import carried
 from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import CollectiveError, StoreError, StoreUnavailableError
 from trainer_client.training.ranks.collectives import Collectives
-from trainer_client.training.run.replicas import Replicas
+from trainer_client.training.run.replicas import Followers
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Settlement:
         self,
         store: RankStore,
         collectives: Collectives,
-        replicas: Replicas,
+        replicas: Followers,
         *,
         leads_store: bool,
         spans_nodes: bool,

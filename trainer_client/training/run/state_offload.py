@@ -44,7 +44,7 @@ class DeviceState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _HeldState:
     """Memory on the device.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Held:
     allocate: Callable[[], None]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Held:
+    def of(cls, tensor: torch.Tensor) -> _HeldState:
         """Return the memory of a tensor that has a storage of its own."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -72,7 +72,7 @@ class StateOffload:
         """Begin with all states on their devices."""
         self._states = states
         self._gradients = gradients
-        self._moved: dict[DeviceState, list[tuple[_Held, torch.Tensor]]] = {}
+        self._moved: dict[DeviceState, list[tuple[_HeldState, torch.Tensor]]] = {}
 
     @torch.no_grad()
     def offload(self, which: Container[DeviceState], *, pinned: bool, non_blocking: bool) -> None:
@@ -126,18 +126,20 @@ class StateOffload:
             found.add(_HOST)
         return found
 
-    def _on_device(self, kind: DeviceState) -> Iterator[_Held]:
+    def _on_device(self, kind: DeviceState) -> Iterator[_HeldState]:
         """Yield the memory of a kind of state on the device."""
         if kind is DeviceState.lp_grads:
-            yield from map(_Held.of, self._gradients.on_device())
+            yield from map(_HeldState.of, self._gradients.on_device())
         for state in self._states:
             match kind:
                 case DeviceState.lp_params if state.placement.parameters is Home.DEVICE:
                     yield _parameters_of(state)
                 case DeviceState.hp_params if MASTER in state.held:
-                    yield _Held.of(state.held[MASTER])
+                    yield _HeldState.of(state.held[MASTER])
                 case DeviceState.optim_states:
-                    yield from (_Held.of(state.held[each]) for each in state.group.state_kinds if each in state.held)
+                    yield from (
+                        _HeldState.of(state.held[each]) for each in state.group.state_kinds if each in state.held
+                    )
 
     def _is_in_store(self, state: PlacedStates, kind: DeviceState) -> bool:
         match kind:
@@ -152,13 +154,13 @@ class StateOffload:
         return False
 
 
-def _parameters_of(state: PlacedStates) -> _Held:
+def _parameters_of(state: PlacedStates) -> _HeldState:
     """Return the memory of a group's parameters: a partition, or the whole flat buffer."""
     group = state.group
     if state.placement.residence is Residence.SHARDED:
         assert group.partition is not None, "parameters on the device have a partition there"
-        return _Held.of(group.partition)
-    return _Held(tensor=group.flat, free=group.free, allocate=group.allocate)
+        return _HeldState.of(group.partition)
+    return _HeldState(tensor=group.flat, free=group.free, allocate=group.allocate)
 
 
 def _resize(storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from trainer_client.base.lanes.lanes import Copy, CopyAhead
+from trainer_client.base.lanes.lanes import CopyAhead, PendingCopy
 from trainer_client.client.transport.channel import Pending
 from trainer_client.client.transport.planes import LeasedBytes
 
@@ -138,7 +138,7 @@ class Boundary:
     dropped: deque[Dropped]
     data: torch.Tensor | None
     tensor: torch.Tensor | None
-    leaving: Copy | None = None
+    leaving: PendingCopy | None = None
     lease: LeasedBytes | None = None
     coming: Pending[LeasedBytes] | None = None
     ahead: CopyAhead | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from paramserver.contract.kinds import GRAD
-from trainer_client.base.lanes.lanes import Act, Copy, Lanes
+from trainer_client.base.lanes.lanes import Act, Lanes, PendingCopy
 from trainer_client.client.transport.channel import Pending
 from trainer_client.client.transport.planes import LeasedBytes
 from trainer_client.client.transport.rank_store import RankStore
@@ -52,7 +52,7 @@ class GradientMemory(Protocol):
     def reopen(self) -> None:
         """Have `partition` where gradients are added up, because it is about to change after `send`. Idempotent."""
 
-    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         """Begin to bring the gradient, which is complete, to its home. Call `start` before.
 
         Args:
@@ -150,7 +150,7 @@ class LeasedMemory:
     def reopen(self) -> None:
         """Do nothing."""
 
-    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         return self._lanes.copy_out(also, act)
 
     @property
@@ -274,7 +274,7 @@ class StagedMemory:
         self._home = LeasedMemory(group, store, lanes)
         # The gradient is on the device, or else the copy into the store's memory was begun, or there is none yet.
         self._on_device: torch.Tensor | None = None
-        self._copy: Copy | None = None
+        self._copy: PendingCopy | None = None
         self._store = store
         self._is_requested = False
         self._step = 0
@@ -316,7 +316,7 @@ class StagedMemory:
             # `finish_copies_in` waits for a copy only if something is to be done after it.
             self._lanes.after_copies_in(_nothing)
 
-    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         if self._copy is None:
             self._home.start(self._step)
             also = [*_copies(self._home.wait(), self.partition), *also]
@@ -375,7 +375,7 @@ class StagedMemory:
         self._lanes.after_copies(self._home.detach())
 
 
-class DeviceMemory:
+class DeviceGradient:
     """A gradient in the trainer's own memory, on its device."""
 
     def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
@@ -403,7 +403,7 @@ class DeviceMemory:
     def reopen(self) -> None:
         """Do nothing."""
 
-    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> Copy:
+    def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         return self._lanes.copy_out(also, act)
 
     @property

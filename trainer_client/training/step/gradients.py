@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_client.base.device import memory_bytes
-from trainer_client.base.lanes.lanes import Act, Copy, Lanes
+from trainer_client.base.lanes.lanes import Act, Lanes, PendingCopy
 from trainer_client.client.transport.parking import Parking
 from trainer_client.client.transport.planes import LeasedBytes
 from trainer_client.client.transport.rank_store import RankStore
@@ -28,7 +28,7 @@ from trainer_client.training.model.states import PlacedStates
 from trainer_client.training.model.units import Unit
 from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.step.early_updates import EarlyUpdates
-from trainer_client.training.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory, StagedMemory
+from trainer_client.training.step.gradient_memory import DeviceGradient, GradientMemory, LeasedMemory, StagedMemory
 from trainer_client.training.step.norms import Norms
 
 # The share of an accelerator's free memory that gradients may take between micro-batches.
@@ -107,7 +107,7 @@ class GradientGroup:
         # leave the device; None if they were not begun since the partition last changed.
         on_host = collectives.device.type == "cpu"
         self._norms_on_host = None if on_host else lanes.host_buffer(len(group.shards), torch.float32)
-        self._sent: Copy | None = None
+        self._sent: PendingCopy | None = None
         # The identity of the last `hand_over`, until the gradient changes or its update is withdrawn.
         self._handed_over: object | None = None
         self._reduction_dtype = group.reduction_dtype
@@ -425,7 +425,7 @@ class Gradients:
         in_store = LeasedMemory if on_host else StagedMemory
 
         def make(group: FlatGroup) -> GradientGroup:
-            memory = (DeviceMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
+            memory = (DeviceGradient if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
             return GradientGroup(group, memory, early_updates, store.parking, collectives, lanes, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}

@@ -72,7 +72,7 @@ from trainer_client.training.step.parameter_hooks import ParameterHooks
 from trainer_client.training.step.phases import Phase, Phases, Verb
 from trainer_client.training.step.precision import cast_floating_inputs
 from trainer_client.training.step.reduction_order import ReductionOrder
-from trainer_client.training.step.residency import Holder, Part, Residency
+from trainer_client.training.step.residency import Part, Residency, UnitHolder
 from trainer_client.training.step.small_reads import SmallReads
 from trainer_client.training.step.tensor_tree import TensorTree, computed_attributes
 from trainer_client.training.step.trace import Clock, Trace
@@ -115,7 +115,7 @@ class _Before:
     phase: Phase
     trace: Trace
     mark: tuple[int, int]
-    holds: frozenset[tuple[Holder, int]]
+    holds: frozenset[tuple[UnitHolder, int]]
     used: int
 
 
@@ -547,7 +547,7 @@ class UnitHooks:
             return
         if not may_release:
             self._hold_gathered(unit, Part.BACKWARD)
-        self._residency.release(Holder(unit.index, Part.FORWARD), self._trace)
+        self._residency.release(UnitHolder(unit.index, Part.FORWARD), self._trace)
 
     def _end_forward(self) -> None:
         """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE.
@@ -719,7 +719,7 @@ class UnitHooks:
     def _release_after_backward(self, unit: Unit) -> None:
         """End the unit's hold for its backward, or for that of one of its uses."""
         self._in_backward.discard(unit.index)
-        self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
+        self._residency.release(UnitHolder(unit.index, Part.BACKWARD), self._trace)
 
     def _reduce(self, use: int) -> None:
         """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
@@ -765,13 +765,13 @@ class UnitHooks:
         if self._heap_trimmer is not None and unit.tile is not None:
             self._heap_trimmer.trim_if_grown()
         for index in (unit.index, *sorted(owners)):
-            self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
+            self._residency.hold(self._units[index], UnitHolder(unit.index, part), self._trace)
         self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
         """Hold the unit and the owners of its external parameters, all of which are gathered, for `part`."""
         for each in (unit, *(self._units[index] for index in self._external.seen(unit))):
-            self._residency.share(each, Holder(unit.index, part))
+            self._residency.share(each, UnitHolder(unit.index, part))
 
     def _gather_owner_on_use(
         self, owner: Unit, parameter: ModelParameter, function: str
@@ -804,14 +804,14 @@ class UnitHooks:
         part = Part.BACKWARD if user_unit.index in self._in_backward else Part.FORWARD
         with outside_of_transforms():
             for index in sorted(owners):
-                self._residency.hold(self._units[index], Holder(user_unit.index, part), self._trace)
+                self._residency.hold(self._units[index], UnitHolder(user_unit.index, part), self._trace)
 
     def _share_with_caller(self, owner: Unit) -> None:
         """Hold `owner` for the unit that has called it, because it returns its parameters, or views of them."""
         callers = [frame.unit for frame in self._running if frame.unit is not owner]
         if callers:
             self._external.note(callers[-1], {owner.index})
-            self._residency.share(owner, Holder(callers[-1].index, Part.FORWARD))
+            self._residency.share(owner, UnitHolder(callers[-1].index, Part.FORWARD))
 
     def _end_uses(self, *, keep: bool) -> None:
         """End the holds of all units. With `keep`, units may stay gathered within the limit of the residency."""

@@ -35,7 +35,7 @@ class Part(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class UnitHolder:
     """A unit that needs a unit: itself, or another one whose parameters it uses.
 
     Attributes:
@@ -81,8 +81,8 @@ class Residency:
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
         self._is_alone = is_alone
-        self._holders: list[set[Holder]] = [set() for _ in units]
-        self._held_by: dict[Holder, set[int]] = {}
+        self._holders: list[set[UnitHolder]] = [set() for _ in units]
+        self._held_by: dict[UnitHolder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
         # The units that are mapped, and whose parameters do not live in the store's host memory.
         self._transient: list[Unit] = []
@@ -100,7 +100,7 @@ class Residency:
         self._leased_units = len(sizes)
         self._has_transient = any(unit.transient_host_bytes and unit.partition_bytes for unit in units)
 
-    def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
+    def hold(self, unit: Unit, holder: UnitHolder, trace: Trace) -> None:
         """Gather the unit and keep it until `holder` ends its hold.
 
         All ranks must call this, unless gathers are one-sided.
@@ -148,12 +148,12 @@ class Residency:
         for unit in self._units:
             unit.require_unchanged()
 
-    def share(self, unit: Unit, holder: Holder) -> None:
+    def share(self, unit: Unit, holder: UnitHolder) -> None:
         """Keep a unit that is gathered already until `holder` ends its hold."""
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
-    def release(self, holder: Holder, trace: Trace) -> None:
+    def release(self, holder: UnitHolder, trace: Trace) -> None:
         """End the holds of `holder`, and release the units that no other holder needs.
 
         It can raise InPlaceChangeError, see `require_unchanged`.
@@ -184,11 +184,11 @@ class Residency:
                 else:
                     every.callback(unit.release)
 
-    def holds(self) -> frozenset[tuple[Holder, int]]:
+    def holds(self) -> frozenset[tuple[UnitHolder, int]]:
         """Return who holds which unit now, for `go_back_to`."""
         return frozenset((holder, index) for holder, indices in self._held_by.items() for index in indices)
 
-    def go_back_to(self, holds: Set[tuple[Holder, int]]) -> None:
+    def go_back_to(self, holds: Set[tuple[UnitHolder, int]]) -> None:
         """End all holds that are not in `holds`, after a failure.
 
         Release the units that have no holder then, and the leases that were requested before a use.

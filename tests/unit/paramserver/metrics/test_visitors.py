@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from paramserver.metrics import visitors as module
-from paramserver.metrics.visitors import Visitor, Visitors
+from paramserver.metrics.visitors import HttpVisitor, Visitors
 
 SECONDS = 30.0
 
@@ -26,7 +26,7 @@ def cleanup(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield stack
 
 
-def arrive(visitors: Visitors, cleanup: ExitStack, host: str) -> Visitor:
+def arrive(visitors: Visitors, cleanup: ExitStack, host: str) -> HttpVisitor:
     """Have a visitor arrive, whose thread waits for bytes, as one of the endpoint does."""
     client, server = (cleanup.enter_context(end) for end in socket.socketpair())
     visitor = visitors.admit(server, host)

@@ -20,7 +20,7 @@ from storage.memory.host_cache import EvictionOrder
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
-from storage.tiers.slots import Slot
+from storage.tiers.slots import ArenaSlot
 
 MIB = 1 << 20
 SECONDS = 0.3
@@ -44,7 +44,7 @@ class Client:
     """A process with a slot, and a range that it may write to."""
 
     process: subprocess.Popen[str]
-    slot: Slot
+    slot: ArenaSlot
     range: ArenaRange
 
     def unlock(self) -> None:
@@ -81,7 +81,7 @@ def client_of(host: HostTier) -> Iterator[Client]:
         process.communicate()
 
 
-def leave(host: HostTier, slot: Slot) -> None:
+def leave(host: HostTier, slot: ArenaSlot) -> None:
     """Write the word of a client that has waited for its device."""
     os.pwrite(host.arena.fd, struct.pack("<Q", slot.generation), slot.offset + 8)
 

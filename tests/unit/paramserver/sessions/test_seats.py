@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.security.principals import ANYONE, Principal, Role
-from paramserver.sessions.seats import SeatLimits, Seats, Standing, Visitor
+from paramserver.sessions.seats import ClientStanding, SeatLimits, Seats, Visitor
 from storage.base.errors import BudgetExceededError
 
 ALICE = Principal(name="alice", role=Role.JOB, jobs=("alice-*",))
@@ -39,17 +39,17 @@ def fill(seats: Seats, visitor: Visitor) -> int:
 @pytest.mark.parametrize(
     ("visitor", "standing", "identity", "address"),
     [
-        (remote(ALICE), Standing.REMOTE, "token alice", "ipv4:10.0.0.1"),
-        (local(ALICE), Standing.LOCAL, "token alice", ""),
-        (remote(OPERATOR), Standing.OPERATOR, "", ""),
-        (local(OPERATOR), Standing.OPERATOR, "", ""),
-        (local(ANYONE), Standing.OPERATOR, "", ""),
-        (remote(ANYONE), Standing.REMOTE, "", "ipv4:10.0.0.1"),
-        (remote(ANYONE, certificate="c"), Standing.REMOTE, "certificate 'c'", "ipv4:10.0.0.1"),
-        (Visitor(owner=BOB, peer="ipv6:%5B::1%5D:4711"), Standing.REMOTE, "token bob", "ipv6:%5B::1%5D"),
+        (remote(ALICE), ClientStanding.REMOTE, "token alice", "ipv4:10.0.0.1"),
+        (local(ALICE), ClientStanding.LOCAL, "token alice", ""),
+        (remote(OPERATOR), ClientStanding.OPERATOR, "", ""),
+        (local(OPERATOR), ClientStanding.OPERATOR, "", ""),
+        (local(ANYONE), ClientStanding.OPERATOR, "", ""),
+        (remote(ANYONE), ClientStanding.REMOTE, "", "ipv4:10.0.0.1"),
+        (remote(ANYONE, certificate="c"), ClientStanding.REMOTE, "certificate 'c'", "ipv4:10.0.0.1"),
+        (Visitor(owner=BOB, peer="ipv6:%5B::1%5D:4711"), ClientStanding.REMOTE, "token bob", "ipv6:%5B::1%5D"),
     ],
 )
-def test_who_a_visitor_is(visitor: Visitor, standing: Standing, identity: str, address: str) -> None:
+def test_who_a_visitor_is(visitor: Visitor, standing: ClientStanding, identity: str, address: str) -> None:
     assert (visitor.standing, visitor.identity, visitor.address) == (standing, identity, address)
 
 
@@ -58,7 +58,7 @@ def test_the_last_seats_are_kept_in_two_steps_and_all_come_back() -> None:
     order = [remote(ALICE), local(BOB), remote(OPERATOR)]
     assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
     for visitor in reversed(order):
-        for _ in range({Standing.REMOTE: 6}.get(visitor.standing, 2)):
+        for _ in range({ClientStanding.REMOTE: 6}.get(visitor.standing, 2)):
             seats.release(visitor)
     assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
 

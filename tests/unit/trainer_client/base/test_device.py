@@ -28,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-        monkeypatch.setattr(device, "_process", device._Process())
+        monkeypatch.setattr(device, "_process", device._GpuProcess())
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         if local_rank is not None:
             monkeypatch.setenv("LOCAL_RANK", str(local_rank))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer_client.config.explanation import Choice, explain
+from trainer_client.config.explanation import TypedSection, explain
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.optimizers.registry import OPTIMIZERS, why_refused
 
-CHOICES = {"optimizer": Choice(names=OPTIMIZERS, why_refused=why_refused)}
+CHOICES = {"optimizer": TypedSection(names=OPTIMIZERS, why_refused=why_refused)}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.transport import arena as arena_module
-from trainer_client.client.transport.arena import Arena
-from trainer_client.client.transport.pinning import Driver, PinError
+from trainer_client.client.transport.arena import MappedArena
+from trainer_client.client.transport.pinning import PinDriver, PinError
 from trainer_client.errors import SessionEndedError, StoreUnavailableError
 
 SIZE = 1 << 16
@@ -69,8 +69,8 @@ def description(path: Path, slot: tuple[int, int] = FIRST) -> pb.Arena:
     )
 
 
-def map_arena(path: Path, slot: tuple[int, int] = FIRST) -> Arena:
-    arena = Arena.map(description(path, slot))
+def map_arena(path: Path, slot: tuple[int, int] = FIRST) -> MappedArena:
+    arena = MappedArena.map(description(path, slot))
     assert arena is not None
     return arena
 
@@ -114,7 +114,7 @@ def test_the_descriptor_comes_over_the_socket_too(path: Path, tmp_path: Path) ->
         thread.start()
         wanted = description(path)
         wanted.file_path, wanted.socket_path = "", str(door)
-        arena = Arena.map(wanted)
+        arena = MappedArena.map(wanted)
         thread.join()
     assert arena is not None and bytes(arena.view(0, len(NONCE)).numpy()) == NONCE
     del arena
@@ -123,12 +123,12 @@ def test_the_descriptor_comes_over_the_socket_too(path: Path, tmp_path: Path) ->
 
 def test_another_nonce_is_another_nodes_arena(path: Path, tmp_path: Path) -> None:
     other = make_arena(tmp_path / "other", b"another node's nonce")
-    assert Arena.map(description(other)) is None and open_descriptors(other) == 0
+    assert MappedArena.map(description(other)) is None and open_descriptors(other) == 0
     arena = map_arena(path)
     # A session that looks at the wrong file does no harm to the session that has mapped this file.
     wrong = description(path, SECOND)
     wrong.nonce = b"another node's nonce"
-    assert Arena.map(wrong) is None
+    assert MappedArena.map(wrong) is None
     assert locked(path) == "10"
     arena.check()
 
@@ -136,11 +136,11 @@ def test_another_nonce_is_another_nodes_arena(path: Path, tmp_path: Path) -> Non
 def test_no_socket_and_no_file_is_another_node(tmp_path: Path) -> None:
     wanted = description(tmp_path / "none")
     wanted.socket_path = str(tmp_path / "no door")
-    assert Arena.map(wanted) is None
+    assert MappedArena.map(wanted) is None
 
 
 def test_a_session_that_may_not_map_does_not(path: Path) -> None:
-    assert Arena.map(description(path, (0, 0))) is None
+    assert MappedArena.map(description(path, (0, 0))) is None
 
 
 def test_the_lock_lasts_until_the_last_view_is_gone(path: Path) -> None:
@@ -214,7 +214,7 @@ def test_the_end_of_a_session_is_known_after_its_daemon_is_gone(path: Path) -> N
 
 def test_a_process_that_slept_before_it_mapped_finds_its_session_ended(path: Path) -> None:
     with pytest.raises(SessionEndedError):
-        Arena.map(description(path, (FIRST[0], 6)))
+        MappedArena.map(description(path, (FIRST[0], 6)))
     assert locked(path) == "00" and open_descriptors(path) == 0
 
 
@@ -229,14 +229,14 @@ class RecordingDriver:
         self.done = threading.Event()
         self.done.set()
         self.failure: PinError | None = None
-        self.driver = Driver(register=self._register, unregister=self._unregister, synchronize=self._synchronize)
+        self.driver = PinDriver(register=self._register, unregister=self._unregister, synchronize=self._synchronize)
         self._path = path
 
-    def map(self, slot: tuple[int, int] = FIRST, **changes: Any) -> Arena:
+    def map(self, slot: tuple[int, int] = FIRST, **changes: Any) -> MappedArena:
         wanted = description(self._path, slot)
         for field, value in changes.items():
             setattr(wanted, field, value)
-        arena = Arena.map(wanted, self.driver, is_announced=True)
+        arena = MappedArena.map(wanted, self.driver, is_announced=True)
         assert arena is not None
         if arena.pins is not None:
             arena.pins.wait()
@@ -349,7 +349,7 @@ def test_nothing_is_registered_beside_a_session_that_has_not_announced_it(
     arena = device.map(SECOND)
     assert arena.pins is not None
     # A session that began before the announcement, and maps only now, copies through streams.
-    assert Arena.map(description(path, FIRST)) is None and locked(path) == "01"
+    assert MappedArena.map(description(path, FIRST)) is None and locked(path) == "01"
     arena.close()
 
 
@@ -375,6 +375,6 @@ def test_a_mapping_whose_last_view_goes_during_a_search_is_no_error(
         return compare(mapping, wanted)
 
     monkeypatch.setattr(arena_module, "_is_it", close_and_compare)
-    arena = Arena.map(wanted)
+    arena = MappedArena.map(wanted)
     assert arena is not None
     arena.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_client.client.transport.attachment import Attachment
-from trainer_client.client.transport.journal import Derived, Journal, Value, Vote
+from trainer_client.client.transport.journal import Derived, Journal, JournaledVote, Value
 from trainer_client.errors import StoreUnavailableError
 
 
@@ -199,5 +199,5 @@ def test_a_gradient_that_is_parked_before_a_vote_is_answered_belongs_to_the_step
     journal.open(most_bytes=1 << 20, durable_every=2)
     journal.acknowledged = 1
     assert not journal.is_useful
-    journal.vote = Vote(step=2, client_state=b"", settled=1, attachment=daemon, call=Future())
+    journal.vote = JournaledVote(step=2, client_state=b"", settled=1, attachment=daemon, call=Future())
     assert journal.is_useful, "commit 2 will be durable"

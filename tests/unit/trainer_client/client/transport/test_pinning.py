@@ -16,7 +16,7 @@ import torch
 
 from tests.integration.support.waiting import wait_until
 from trainer_client.client.transport import pinning
-from trainer_client.client.transport.pinning import DRIVERS, Driver, PinError, Pins, driver_of, slices_of
+from trainer_client.client.transport.pinning import DRIVERS, PinDriver, PinError, Pins, driver_of, slices_of
 from trainer_client.errors import ConfigError
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ class RecordedDriver:
     def __init__(self, fails_at: int = -1, on_unregister: Callable[[], None] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.registered: dict[int, int] = {}
-        self.driver = Driver(register=self._register, unregister=self._unregister, synchronize=self._synchronize)
+        self.driver = PinDriver(register=self._register, unregister=self._unregister, synchronize=self._synchronize)
         self._fails_at = fails_at
         self._on_unregister = on_unregister
 
@@ -194,8 +194,8 @@ class Library:
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library], Driver]:
-    def load(library: Library) -> Driver:
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library], PinDriver]:
+    def load(library: Library) -> PinDriver:
         monkeypatch.setattr(pinning, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _: library}))
         pinning._cuda.cache_clear()
         driver = driver_of(torch.device("cuda", 1), True)
@@ -212,7 +212,7 @@ def _forget_libraries() -> Any:
 
 
 def test_each_call_of_cuda_has_the_primary_context_and_leaves_the_threads_own(
-    load: Callable[[Library], Driver],
+    load: Callable[[Library], PinDriver],
 ) -> None:
     library = Library()
     driver = load(library)
@@ -232,7 +232,7 @@ def test_each_call_of_cuda_has_the_primary_context_and_leaves_the_threads_own(
     assert library.calls[1][1:] == (ADDRESS, PIECE, portable) and library.calls[7][1:] == (ADDRESS,)
 
 
-def test_a_refusal_of_cuda_has_its_name_and_the_context_is_restored(load: Callable[[Library], Driver]) -> None:
+def test_a_refusal_of_cuda_has_its_name_and_the_context_is_restored(load: Callable[[Library], PinDriver]) -> None:
     library = Library(cuMemHostRegister_v2=712)
     driver = load(library)
     with pytest.raises(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from trainer_client.base.recorder import Span
+from trainer_client.base.recorder import TraceSpan
 from trainer_client.training.report.perfetto import Process, write_trace
 
 SPANS = [
-    Span(row="nvme read", name="a", began=1.0, ended=3.0, nbytes=4096),
-    Span(row="nvme read", name="b", began=2.0, ended=4.0),
-    Span(row="nvme read", name="c", began=3.0, ended=5.0),
-    Span(row="compute", name="forward", began=1.0, ended=1.5),
-    Span(row="steps", name="step 3", began=1.0, ended=5.0),
+    TraceSpan(row="nvme read", name="a", began=1.0, ended=3.0, nbytes=4096),
+    TraceSpan(row="nvme read", name="b", began=2.0, ended=4.0),
+    TraceSpan(row="nvme read", name="c", began=3.0, ended=5.0),
+    TraceSpan(row="compute", name="forward", began=1.0, ended=1.5),
+    TraceSpan(row="steps", name="step 3", began=1.0, ended=5.0),
 ]
 
 
