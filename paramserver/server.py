@@ -15,7 +15,7 @@ from functools import partial
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from prometheus_client import (
     GC_COLLECTOR,
@@ -28,35 +28,32 @@ from prometheus_client import (
 from paramserver import __version__
 from paramserver.build import read_build
 from paramserver.config import DaemonConfig
-from paramserver.contract.address import is_loopback
 from paramserver.contract.capabilities import CAPABILITIES
 from paramserver.contract.disk_room import too_large
-from paramserver.contract.limits import GRADIENTS_AT_ONCE, MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
+from paramserver.contract.limits import GRADIENTS_AT_ONCE, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.open_files import raise_limit
 from paramserver.contract.optimizer_threads import by_default
 from paramserver.contract.otlp import DISABLED_VARIABLE, OtlpError, SpanSender, is_disabled
-from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.lending import Lending
 from paramserver.dataplane.read_write import ReadWrite
-from paramserver.errors import ConfigError, StartError
+from paramserver.errors import ConfigError
 from paramserver.events import EventKind, EventLog
 from paramserver.lenders import lenders_of
+from paramserver.listening import listen, make_server, start
 from paramserver.metrics.collector import StoreCollector
 from paramserver.metrics.durations import Durations
 from paramserver.metrics.endpoint import MetricsEndpoint
-from paramserver.metrics.visitors import MOST_VISITORS
 from paramserver.page.data import PageData
 from paramserver.page.history import INTERVAL_SECONDS, History
 from paramserver.page.steps import StepLog
 from paramserver.process import numa
 from paramserver.process.audit_log import AuditLog
 from paramserver.process.background import repeat
-from paramserver.process.descriptors import connections_of_a_listener
 from paramserver.process.loop_watch import LoopWatch, StallLog
 from paramserver.process.manager import tell_manager
-from paramserver.process.socket_file import SocketFile, clear_socket
+from paramserver.process.socket_file import clear_socket
 from paramserver.rpc.checked_server import CheckedServer, NoteCall
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Gate
@@ -86,41 +83,12 @@ from storage.tiers.arena import PIECE_BYTES, SETTLED_BYTE
 
 log = logging.getLogger(__name__)
 
-# This limits control messages; the largest of them describes a layout of some ten thousand parameters. Tensor bytes are
-# sent in chunks.
-MAX_MESSAGE_BYTES = 16 << 20
-# A client's machine or network may fail silently. Its session ends when its heartbeats stop, long before these pings
-# fail; the pings then close its connection, too. The last option is the shortest interval at which a client may ping.
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
-)
-# The maximum number of calls under way on one connection; gRPC's clients hold further calls back. The limit is far
-# above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
-MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
 # A stop waits at most this long for a moment without a commit under way. A commit takes seconds, unless a device hangs.
 STOP_COMMIT_SECONDS = 30.0
 # The number of heartbeats that a client sends within heartbeat_timeout_seconds, the silence after which its session
 # ends.
 HEARTBEATS_OF_A_TIMEOUT = 5
-# Limits of `health_listen`. Every caller gets an answer there, so they allow only a few probes at once, each with a few
-# bytes.
-HEALTH_CONNECTIONS = 32
-HEALTH_LIMITS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 4096),
-    ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
-    ("grpc.max_concurrent_streams", 8),
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    # A probe takes milliseconds. A call of Watch never ends, so its connection is ended with it.
-    ("grpc.max_connection_age_ms", 5_000),
-    ("grpc.max_connection_age_grace_ms", 100),
-)
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"]
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -136,19 +104,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
         ConfigError: a certificate, the token file, the NUMA node or the standard input cannot be used.
         StorageError: the daemon cannot start with this state directory, these budgets or this limit of open files.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if exit_with_stdin:
-        try:
-            loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
-        except PermissionError as error:
-            raise ConfigError(
-                "--exit-with-stdin: standard input is closed, a file or /dev/null, whose end cannot be waited for; "
-                "give the daemon a pipe"
-            ) from error
-
+    stop = _stop_event(exit_with_stdin=exit_with_stdin)
     raise_limit()
     # Certificates and tokens are read before any file is made, because their errors are errors of the configuration.
     credentials, tokens = _read_access(config)
@@ -159,33 +115,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
     quotas = Quotas(config.quotas)
     events = EventLog()
     engine = await Engine.open(
-        EngineConfig(
-            state_dir=config.state_dir,
-            host_budget_bytes=config.host_budget,
-            nvme_budget_bytes=config.nvme_budget,
-            nvme_dirs=config.nvme_dirs,
-            scrub_bytes_per_second=config.scrub_bandwidth,
-            device_timeout_seconds=config.device_timeout_seconds,
-            io_read_threads=config.io_read_threads,
-            io_write_threads=config.io_write_threads,
-            optimizer_threads=config.optimizer_threads or by_default(len(os.sched_getaffinity(0))),
-            worker_nice=config.worker_nice,
-            admission_timeout_seconds=config.admission_timeout_seconds,
-            arena_slots=config.max_sessions,
-            arena_file=config.arena_file.absolute() if config.arena_file else None,
-            huge_pages=config.huge_pages,
-            lock_memory=config.lock_memory,
-            weight_of=lambda job: quotas.of(job).weight,
-            on_damage=lambda error: events.add(EventKind.DAMAGE, TierName.NVME, str(error), once=True),
-            units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
-            gradients_of_a_rank=GRADIENTS_AT_ONCE,
-            lend_bytes=config.lend_budget,
-            lend_bytes_per_borrower=config.lend_per_borrower,
-            remote_budget_bytes=config.remote.budget,
-            lender_timeout_seconds=config.remote.timeout_seconds,
-            lender_retry_seconds=config.remote.retry_seconds,
-            lenders_are_always_used=config.remote.use == "always",
-        ),
+        _engine_config(config, quotas, events),
         lenders=lenders_of(config.remote, config.state_dir, platform.node()),
         on_lender=lambda address, text: events.add(EventKind.TIER, TierName.REMOTE, f"{address}: {text}"),
     )
@@ -201,6 +131,53 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
         )
         await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
     log.info("stopped")
+
+
+def _stop_event(*, exit_with_stdin: bool) -> asyncio.Event:
+    """Return the event that signals, and the end of standard input if it counts, set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if exit_with_stdin:
+        try:
+            loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+        except PermissionError as error:
+            raise ConfigError(
+                "--exit-with-stdin: standard input is closed, a file or /dev/null, whose end cannot be waited for; "
+                "give the daemon a pipe"
+            ) from error
+    return stop
+
+
+def _engine_config(config: DaemonConfig, quotas: Quotas, events: EventLog) -> EngineConfig:
+    return EngineConfig(
+        state_dir=config.state_dir,
+        host_budget_bytes=config.host_budget,
+        nvme_budget_bytes=config.nvme_budget,
+        nvme_dirs=config.nvme_dirs,
+        scrub_bytes_per_second=config.scrub_bandwidth,
+        device_timeout_seconds=config.device_timeout_seconds,
+        io_read_threads=config.io_read_threads,
+        io_write_threads=config.io_write_threads,
+        optimizer_threads=config.optimizer_threads or by_default(len(os.sched_getaffinity(0))),
+        worker_nice=config.worker_nice,
+        admission_timeout_seconds=config.admission_timeout_seconds,
+        arena_slots=config.max_sessions,
+        arena_file=config.arena_file.absolute() if config.arena_file else None,
+        huge_pages=config.huge_pages,
+        lock_memory=config.lock_memory,
+        weight_of=lambda job: quotas.of(job).weight,
+        on_damage=lambda error: events.add(EventKind.DAMAGE, TierName.NVME, str(error), once=True),
+        units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
+        gradients_of_a_rank=GRADIENTS_AT_ONCE,
+        lend_bytes=config.lend_budget,
+        lend_bytes_per_borrower=config.lend_per_borrower,
+        remote_budget_bytes=config.remote.budget,
+        lender_timeout_seconds=config.remote.timeout_seconds,
+        lender_retry_seconds=config.remote.retry_seconds,
+        lenders_are_always_used=config.remote.use == "always",
+    )
 
 
 async def _serve(
@@ -233,29 +210,17 @@ async def _serve(
     cleanup.callback(session_service.close)
     if tokens is not None:
         cleanup.callback(asyncio.ensure_future(tokens.follow()).cancel)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
-            *KEEPALIVE,
-            *_connection_limits(config),
-        ]
-    )
+    server = make_server(config)
     access = Access(gate, sessions, _send_spans(config, engine, welcome.epoch, cleanup))
     streams = ReadWrite(engine, chunk_budget, config.stream_window)
     lending = Lending(engine.lent, chunk_budget, gate, drain.check_open)
     health_service = health.aio.HealthServicer()
-    services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     view = StoreView(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir)
     note_call = _serve_metrics(config, engine, sessions, view, watch, events, gate, cleanup)
     checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call, answer_once)
     checked.add(
         STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, lending, access, quotas, traces)
     )
-    audit = Audit(*_audit_logs(config), events)
-    tell_ready = partial(_tell_ready, health_service)
     parts = AdminParts(
         # The digest reads all files of the code, so it is made on a thread. On the event loop it would be a stall.
         build=await asyncio.to_thread(read_build),
@@ -265,31 +230,42 @@ async def _serve(
         gate=gate,
         quotas=quotas,
         events=events,
-        audit=audit,
+        audit=Audit(*_audit_logs(config), events),
         drain=drain,
-        tell_ready=tell_ready,
+        tell_ready=partial(_tell_ready, health_service),
         configuration=configuration,
     )
     checked.add(ADMIN_SERVICE, StoreAdmin(parts))
-    checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
-    # Reflection describes the services, so it answers only callers who hold a token.
-    described = reflection.aio.ReflectionServicer([service.full_name for service in services])
-    checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
-    _listen(server, config, credentials, cleanup)
-    await _start(server, config.health_listen, health_service, cleanup)
+    _add_library_services(checked, health_service)
+    listen(server, config, credentials, cleanup)
+    await start(server, config.health_listen, health_service, cleanup)
     try:
         await _tell_started(health_service)
         events.add(EventKind.DAEMON, "daemon", f"version {__version__} serves {config.state_dir.absolute()}")
         log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
         await stop.wait()
-        log.info("stopping")
-        tell_manager("STOPPING=1")
-        await health_service.enter_graceful_shutdown()
-        await session_service.prepare_stop(STOP_COMMIT_SECONDS)
+        await _prepare_stop(health_service, session_service)
     finally:
         session_service.announce_stop()
         lending.close()
         await server.stop(STOP_GRACE_SECONDS)
+
+
+def _add_library_services(checked: CheckedServer, health_service: health.aio.HealthServicer) -> None:
+    """Add the services that gRPC's libraries define: health, and the reflection of all services."""
+    services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
+    checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
+    # Reflection describes the services, so it answers only callers who hold a token.
+    described = reflection.aio.ReflectionServicer([service.full_name for service in services])
+    checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
+
+
+async def _prepare_stop(health_service: health.aio.HealthServicer, session_service: SessionService) -> None:
+    """Tell everything that asks that the daemon stops, and wait for a moment without a commit under way."""
+    log.info("stopping")
+    tell_manager("STOPPING=1")
+    await health_service.enter_graceful_shutdown()
+    await session_service.prepare_stop(STOP_COMMIT_SECONDS)
 
 
 def _make_sessions(
@@ -346,30 +322,6 @@ def _send_spans(
     return telemetry.note_call
 
 
-async def _start(
-    server: grpc.aio.Server,
-    health_address: str | None,
-    health_service: health.aio.HealthServicer,
-    cleanup: contextlib.AsyncExitStack,
-) -> None:
-    """Start the server, and serve the health service alone at an address of its own, if it has one, until `cleanup`.
-
-    A probe such as that of Kubernetes has neither a certificate nor a token, and the answer that it gets is no secret.
-    """
-    if health_address is None:
-        await server.start()
-        return
-    health_server = grpc.aio.server(options=HEALTH_LIMITS)
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, health_server)
-    # The address is bound first. If that failed after the start of the server, clients would be served while the engine
-    # is being closed.
-    _bind(health_server, health_address, f"health_listen address {health_address}")
-    await server.start()
-    await health_server.start()
-    cleanup.push_async_callback(health_server.stop, None)
-    log.info("health service at %s", health_address)
-
-
 def _audit_logs(config: DaemonConfig) -> tuple[AuditLog, AuditLog]:
     """Return the audit logs for operators and for tokens of jobs, once their files are there.
 
@@ -387,22 +339,6 @@ def _audit_logs(config: DaemonConfig) -> tuple[AuditLog, AuditLog]:
             text = f"audit_log = {config.audit_path}: {audit_log.path.name} cannot be written: {error.strerror}"
             raise ConfigError(text) from error
     return of_operators, of_jobs
-
-
-def _listen(
-    server: grpc.aio.Server,
-    config: DaemonConfig,
-    credentials: grpc.ServerCredentials | None,
-    cleanup: contextlib.AsyncExitStack,
-) -> None:
-    """Bind the server to the socket, whose file `cleanup` removes, and to the TCP address if there is one."""
-    file = SocketFile(config.socket_path)
-    _bind(server, grpc_target(file.bound_at), f"socket {file.path}")
-    cleanup.callback(file.remove)
-    file.publish()
-    if config.listen is not None:
-        _bind(server, config.listen, f"listen address {config.listen}", credentials)
-        _tell_who_is_trusted(config)
 
 
 async def _tell_started(health_service: health.aio.HealthServicer) -> None:
@@ -487,22 +423,6 @@ def _watch_for_page(
     )
 
 
-def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
-    """Return gRPC's options for connections. gRPC applies the limit of connections to each listener separately."""
-    idle_millis = int(config.connection_idle_seconds * 1000)
-    listeners = 1 if config.listen is None else 2
-    elsewhere = (MOST_VISITORS if config.metrics_listen else 0) + (HEALTH_CONNECTIONS if config.health_listen else 0)
-    return [
-        ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions, elsewhere)),
-        # The time for the TLS handshake and the first HTTP/2 frame of a client.
-        ("grpc.server_handshake_timeout_ms", idle_millis),
-        # The longest time for which a connection may have no call under way. The stream of a session is a call, so it
-        # keeps its connection open.
-        ("grpc.max_connection_idle_ms", idle_millis),
-        ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
-    ]
-
-
 def _read_access(config: DaemonConfig) -> tuple[grpc.ServerCredentials | None, TokenFile | None]:
     """Read the certificates and the tokens that a configuration names. Raise ConfigError if they cannot be used."""
     files = _certificate_files(config)
@@ -523,32 +443,11 @@ def _certificate_files(config: DaemonConfig) -> CertificateFiles | None:
     return CertificateFiles(certificate=config.tls_certificate, key=config.tls_key, client_ca=config.tls_client_ca)
 
 
-def _tell_who_is_trusted(config: DaemonConfig) -> None:
-    """Log a warning where the configuration trusts more clients, or the network more, than an operator may expect."""
-    if config.token_file is None:
-        who = "every client with a certificate" if config.tls_certificate else "every client that can reach the daemon"
-        log.warning("%s may do everything at %s: there is no token_file", who, config.listen)
-    elif config.tls_certificate is None and not is_loopback(config.listen or ""):
-        log.warning("tokens cross the network in the clear to %s: there is no tls_certificate", config.listen)
-
-
 def _tell_of_full_disks(config: DaemonConfig, engine: Engine, events: EventLog) -> None:
     """Log a warning where the disks have no room for `nvme_budget`; operators find it among the events, too."""
     if (text := too_large("nvme_budget", config.nvme_budget, (file.path for file in engine.nvme.files))) is not None:
         log.warning("%s", text)
         events.add(EventKind.TIER, TierName.NVME, text)
-
-
-def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.ServerCredentials | None = None) -> None:
-    try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise StartError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
-    if bound == 0:
-        raise StartError(f"cannot listen on {what}")
 
 
 def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome:

@@ -1,16 +1,13 @@
-"""`initialize`: from a model and a config to an engine, step by step. If a step fails, all steps are undone.
+"""`initialize`: its arguments are checked and read, and engine/start.py makes an engine of them.
 
-This module owns the order of these steps. It must never leave a daemon, a session or a process group behind after an
-error.
+This module owns the meaning of the arguments. It must never open anything.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,60 +16,36 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from paramserver.contract.bearer import TraceParent
 from trainer_client import comm
-from trainer_client.base.log_context import LogContext
-from trainer_client.base.log_context import begin as begin_log_context
-from trainer_client.base.recorder import Recorder
-from trainer_client.base.section import Agreement
-from trainer_client.client.transport.attachments import Survival
-from trainer_client.client.transport.credentials import Credentials
-from trainer_client.client.transport.pinning import driver_of
-from trainer_client.client.transport.rank_store import RankStore
-from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
-from trainer_client.config.log_lines import describe_automatic, describe_clipping, describe_without_effect
+from trainer_client.config.log_lines import describe_without_effect
 from trainer_client.config.tiling import TilingSection
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine.assembly import make_engine
 from trainer_client.engine.engine import Engine
+from trainer_client.engine.start import InitialArguments, SchedulerArgument, Start, set_local_rank
 from trainer_client.errors import ConfigError
-from trainer_client.exchange.first_import import import_at_start
 from trainer_client.inference.engine import InferenceEngine
-from trainer_client.inference.opening import InitialArguments, open_engine, take_over
+from trainer_client.inference.opening import open_engine
 from trainer_client.inference.whole_engine import WholeEngine, open_whole_engine
 from trainer_client.interface_version import log_version
 from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.training.data_parallel import check_mpu
 from trainer_client.training.initial.deferred_init import RecipeRecorder
-from trainer_client.training.initial.initial_values import InitialValues
-from trainer_client.training.initial.loading import Weights
 from trainer_client.training.initial.module_init import ParamInitFn
-from trainer_client.training.model.buffers import cast_buffers
 from trainer_client.training.model.leaves import mark_configured_leaves
 from trainer_client.training.model.owners import is_owned, owner_of
 from trainer_client.training.model.parameters import ModelParameter, list_parameters
 from trainer_client.training.model.registered import external_parameters
 from trainer_client.training.model.unit_policy import UnitPolicy, choose_policy
-from trainer_client.training.ranks.agreement import Declaration, require_agreement
-from trainer_client.training.ranks.collectives import Collectives
-from trainer_client.training.run.context import RankContext, Resources, UserObjects
-from trainer_client.training.run.data_loader import TrainingLoader, make_loader
 from trainer_client.training.run.forgotten import collect_forgotten
-from trainer_client.training.run.former_starts import remove_former_starts
-from trainer_client.training.run.job import Job
-from trainer_client.training.run.job_choice import choose_job, naming_its_jobs, naming_open_engines
-from trainer_client.training.run.job_place import JobPlace
-from trainer_client.training.run.node_store import find_store, join_processes
+from trainer_client.training.run.job_choice import naming_its_jobs
 from trainer_client.training.run.run_state import Scheduler
 from trainer_client.training.run.schedule_state import rates_of, restore_rates
 from trainer_client.training.step.precision import PrecisionPolicy
 from trainer_client.training.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 
 log = logging.getLogger(__name__)
-
-SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
 
 
 @RecipeRecorder.suspended()
@@ -168,20 +141,15 @@ def initialize(
     )
     _begin_log(settings.log_level)
     policy = choose_policy(settings.paramserver.units, unit_policy)
-    former_engines = _former_engines(parameters)
+    initial = InitialArguments(weights, strict_weights, param_init_fn, _former_engines(parameters))
     _mark(model, settings)
+    processes = (dist_init_required, distributed_port)
     if optimizer is None and settings.optimizer is None:
         _refuse_for_inference(training_data=training_data, lr_scheduler=lr_scheduler, checkpoint=checkpoint)
         without_optimizer = _open_without_optimizer(
-            model,
-            parameters,
-            settings,
-            policy,
-            InitialArguments(weights, strict_weights, param_init_fn, former_engines),
-            processes=(dist_init_required, distributed_port),
-            prefer_streams=prefer_streams,
+            model, parameters, settings, policy, initial, processes=processes, prefer_streams=prefer_streams
         )
-        _set_local_rank(args, without_optimizer.local_rank)
+        set_local_rank(args, without_optimizer.local_rank)
         # A call without an optimizer returns None in its place. The type says otherwise, because the config decides
         # it, which types cannot show, and training loops would have to check for None.
         returned: Any = (without_optimizer, None, None, None)
@@ -191,79 +159,21 @@ def initialize(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
     )
     scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
-    with ExitStack() as everything:
-        resources = Resources(all=everything, apart=everything.enter_context(ExitStack()))
-        processes = resources.apart.enter_context(ExitStack())
-        local_rank, device = join_processes(settings, dist_init_required, distributed_port, processes)
-        _set_local_rank(args, local_rank)
-        recorder = Recorder()
-        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
-        processes.callback(collectives.close)
-        # This comes first, because ranks that differ would wait for each other, or for a daemon that none of them
-        # starts.
-        require_agreement(
-            _declare(
-                settings,
-                parameters,
-                store_optimizer,
-                device,
-                {
-                    "lr_scheduler": lr_scheduler,
-                    "training_data": training_data,
-                    "weights": weights,
-                    "checkpoint": checkpoint,
-                    "param_init_fn": param_init_fn,
-                    "unit_policy": unit_policy,
-                    "model of an open engine": former_engines or None,
-                },
-                strict_weights=strict_weights,
-            ),
-            local_rank,
-            collectives,
-        )
-        batch = resolve_batch_sizes(settings, collectives.world_size)
-        if collectives.rank == 0:
-            log.info("%s", _describe_scheduler(lr_scheduler, settings.scheduler))
-            _log_config(settings, batch)
-        loader = _make_loader(training_data, batch, settings, collectives, collate_fn)
-        store_address = find_store(settings, collectives, local_rank, resources.apart)
-        settings = _choose_job(
-            former_engines, parameters, settings, *store_address, collectives, local_rank, resources.apart
-        )
-        store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
-        # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
-        # this one fail at once then, and end their sessions, for which the end of the daemon waits.
-        resources.all.callback(processes.close)
-        is_imported = checkpoint is not None and import_at_start(
-            checkpoint, settings, store, collectives, model, parameters
-        )
-        initial_values = InitialValues(
-            model,
-            parameters,
-            collectives,
-            param_init_fn=param_init_fn,
-            weights=Weights(weights) if weights is not None else None,
-            strict_weights=strict_weights,
-            are_rounded=settings.paramserver.initial_weights == "rounded",
-        )
-        user = UserObjects(
-            module=model,
-            parameters=parameters,
-            optimizer=store_optimizer,
-            lr_scheduler=scheduler,
-            data=loader if isinstance(loader, TrainingLoader) else None,
-        )
-        rank = RankContext(
-            settings=settings,
-            place=JobPlace.of(settings, os.environ),
-            local_rank=local_rank,
-            collectives=collectives,
-            store=store,
-            recorder=recorder,
-            log_context=log_context,
-        )
-        job = _open_job(user, rank, policy, initial_values, is_imported=is_imported)
-        engine = make_engine(user, rank, job, batch, resources)
+    start = Start(
+        model=model,
+        parameters=parameters,
+        settings=settings,
+        policy=policy,
+        optimizer=store_optimizer,
+        scheduler=scheduler,
+        initial=initial,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        lr_scheduler=lr_scheduler,
+        checkpoint=checkpoint,
+        unit_policy=unit_policy,
+    )
+    engine, loader = start.open_engine(args, processes, prefer_streams=prefer_streams)
     for module, parameter in external_parameters(model):
         if owner_of(parameter) is engine:
             engine.register_external_parameter(module, parameter)
@@ -306,12 +216,6 @@ def _mark(model: nn.Module, settings: TrainingConfig) -> None:
     """Mark the leaves of the model, and the parameters whose gradients are reduced in autocast's dtype."""
     mark_configured_leaves(model, settings.zero_optimization)
     PrecisionPolicy.of(settings).mark_reductions(model)
-
-
-def _set_local_rank(args: Any, local_rank: int) -> None:
-    """Set the rank's number on its node in the script's arguments, if they have an attribute for it."""
-    if hasattr(args, "local_rank"):
-        args.local_rank = local_rank
 
 
 def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
@@ -374,26 +278,6 @@ def _refuse_for_inference(**arguments: Any) -> None:
             )
 
 
-def _make_loader(
-    training_data: Dataset[Any] | None,
-    batch: BatchSizes,
-    settings: TrainingConfig,
-    collectives: Collectives,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    """Return the loader of the training data as the config asks for it; None if there are no such data."""
-    return make_loader(
-        training_data,
-        batch,
-        settings.paramserver.data,
-        drop_last=settings.dataloader_drop_last,
-        is_managed=settings.managed_gradient_accumulation,
-        rank=collectives.rank,
-        world_size=collectives.world_size,
-        collate_fn=collate_fn,
-    )
-
-
 def _config_source(
     args: Any, config: Mapping[str, Any] | str | Path | None, config_params: Mapping[str, Any] | str | Path | None
 ) -> Mapping[str, Any] | str | Path:
@@ -406,16 +290,6 @@ def _config_source(
     if source is None:
         raise ConfigError("no config: pass initialize(config=...), a dict or the path of a JSON file")
     return source
-
-
-def _log_config(settings: TrainingConfig, batch: BatchSizes) -> None:
-    """Log what differs between the config and what it means here. Rank 0 does this for all ranks."""
-    if automatic := describe_automatic(settings, batch):
-        log.info("%s", automatic)
-    if without_effect := describe_without_effect(settings, os.environ):
-        log.warning("%s", without_effect)
-    if not_clipped := describe_clipping(settings):
-        log.warning("%s", not_clipped)
 
 
 def _begin_log(level: str | None) -> None:
@@ -453,126 +327,3 @@ def _make_scheduler(
         raise ConfigError("lr_scheduler ReduceLROnPlateau is not honoured by this version: it steps on a metric")
     made: Scheduler | None = scheduler
     return made
-
-
-def _describe_scheduler(argument: SchedulerArgument, section: ScheduleSection | None) -> str:
-    """Return DeepSpeed's line for the log that says where the scheduler is from."""
-    configured = None if section is None else section.type
-    if argument is None:
-        return f"using configured LR scheduler = {configured}"
-    source = "client LR scheduler" if isinstance(argument, LRScheduler) else "client callable to create LR scheduler"
-    return f"using {source}" + (f"; the config's scheduler {configured} has no effect" if configured else "")
-
-
-def _declare(
-    settings: TrainingConfig,
-    parameters: Sequence[ModelParameter],
-    optimizer: StoreOptimizer,
-    device: torch.device,
-    arguments: Mapping[str, Any],
-    *,
-    strict_weights: bool,
-) -> Declaration:
-    """Return the settings, parameters and arguments of this rank, which must be the same on all ranks.
-
-    Args:
-        arguments: objects that cannot be compared between ranks. Only whether each is given is declared, and the size
-            of the training data.
-    """
-    given = {f"initialize({name}=...)": "given" for name, value in arguments.items() if value is not None}
-    data = arguments["training_data"]
-    return Declaration(
-        run=dict(settings.values(Agreement.RUN))
-        | given
-        | {
-            "initialize(strict_weights=...)": str(strict_weights),
-            "samples of training_data": str(len(data)) if isinstance(data, Sized) else "none",
-            "torch.__version__": torch.__version__,
-            "device": device.type,
-        },
-        node=settings.daemon_values(os.environ),
-        lists={
-            "parameter": [
-                f"{p.fqn} {list(p.shape)} {p.tensor.dtype} {'trained' if optimizer.has_states(p) else 'frozen'}"
-                for p in parameters
-            ],
-            "optimizer setting": [
-                f"{key} = {value!r} of parameter group {number}"
-                for number, group in enumerate(optimizer.settings())
-                for key, value in sorted(group.items())
-            ],
-        },
-    )
-
-
-def _open_job(
-    user: UserObjects, rank: RankContext, policy: UnitPolicy, initial_values: InitialValues, *, is_imported: bool
-) -> Job:
-    """Give the model's buffers the dtype that the config asks for, and open the job. All ranks must call this."""
-    cast_buffers(user.module, PrecisionPolicy.of(rank.settings).buffer_dtype)
-    with naming_open_engines(rank.store.address, rank.place.job):
-        return Job(user, rank, policy, initial_values, is_imported=is_imported)
-
-
-def _choose_job(
-    former_engines: Sequence[Engine],
-    parameters: Sequence[ModelParameter],
-    settings: TrainingConfig,
-    address: str,
-    credentials: Credentials,
-    collectives: Collectives,
-    local_rank: int,
-    resources: ExitStack,
-) -> TrainingConfig:
-    """Take the model over from its former engines, and return the settings with the job of the new one.
-
-    The new engine shares the process group and the daemon with the former ones by now, so that these stay. All ranks
-    must call this.
-    """
-    take_over(former_engines)
-    chosen = choose_job(settings, address, credentials, collectives, resources)
-    if local_rank == 0 and settings.store_address(os.environ) is None:
-        remove_former_starts(address, chosen.paramserver.job, sum(p.shape.numel() for p in parameters))
-    return chosen
-
-
-def _connect(
-    settings: TrainingConfig,
-    address: str,
-    credentials: Credentials,
-    collectives: Collectives,
-    prefer_streams: bool,
-    recorder: Recorder,
-    resources: Resources,
-) -> tuple[RankStore, LogContext]:
-    """Open a session with the daemon at `address`.
-
-    Return the store, and what this rank's log records carry from now on.
-    """
-    log_context = begin_log_context(settings.paramserver.job)
-    log_context.rank = collectives.rank
-    client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
-    log_context.session = client
-    trace_parent = None if settings.paramserver.telemetry is None else TraceParent()
-    section = settings.paramserver
-    survival = Survival(
-        timeout_seconds=section.reattach_timeout_seconds,
-        kept_bytes=int(section.kept_gradients),
-        durable_every=section.durable_every,
-        is_loud=collectives.rank == 0,
-    )
-    store = RankStore(
-        address,
-        client,
-        credentials,
-        prefer_streams=prefer_streams,
-        driver=None if prefer_streams else driver_of(collectives.device, settings.paramserver.pin_arena),
-        recorder=recorder,
-        survival=survival if section.reattach_timeout_seconds else None,
-        trace_parent=trace_parent,
-        on_rank_gone=collectives.rank_has_gone,
-    )
-    resources.apart.callback(store.end_session)
-    resources.all.callback(store.close)
-    log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
-    return store, log_context

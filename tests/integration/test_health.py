@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.contract.channel import channel_to
+from paramserver.listening import HEALTH_CONNECTIONS
 from paramserver.security.certificates import make_certificates
 from paramserver.security.principals import Role
 from paramserver.security.tokens import add_token
-from paramserver.server import HEALTH_CONNECTIONS
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import CHANNEL_OPTIONS, SERVICE, Daemon, admin_of, run_serve
 from tests.integration.support.ranks import free_port

@@ -26,18 +26,10 @@ LARGE_FILES = {
 MOST_LINES_OF_A_FUNCTION = 70
 LARGE_FUNCTIONS = {
     "paramserver/cli.py:serve",
-    "paramserver/server.py:_serve",
-    "paramserver/server.py:serve",
-    "trainer_client/engine/assembly.py:_make_parts",
-    "trainer_client/exchange/cli.py:export",
     "trainer_client/exchange/export.py:export_step",
     "trainer_client/exchange/import_checkpoint.py:import_checkpoint",
-    "trainer_client/inference/opening.py:open_engine",
     "trainer_client/initialization.py:initialize",
     "trainer_client/launch/cli.py:launch",
-    "trainer_client/training/model/chunked_loss.py:chunked_cross_entropy",
-    "trainer_client/training/run/checkpoints.py:save",
-    "trainer_client/training/run/job.py:__init__",
 }
 # The calls that move bytes to or from a file, or say that they are safe there.
 FILE_CALLS = {"open", "pread", "preadv", "pwrite", "pwritev", "read", "write", "fsync", "fdatasync", "ftruncate"}

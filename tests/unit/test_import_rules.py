@@ -79,6 +79,7 @@ FLOORS = {
         "services",
         "page",
         "metrics",
+        "listening",
         "server",
         "cli",
         "__main__",
@@ -109,7 +110,7 @@ FLOORS = {
         "step",
         "access report run",
     ),
-    "trainer_client/engine": ("__init__ getters", "core", "states", "memory", "engine", "assembly"),
+    "trainer_client/engine": ("__init__ getters", "core", "states", "memory", "engine", "assembly", "start"),
     "benchmarks": ("__init__ common plots", "dataplane storage training"),
 }
 

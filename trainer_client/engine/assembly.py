@@ -96,25 +96,9 @@ def _make_parts(
 
     The constructors of the trace and of the reporter call the store, in this order.
     """
-    clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
-    early = EarlyUpdates(rank.store, are_final=rank.settings.paramserver.early_updates == "final")
-    gradients = _make_gradients(rank, job, early, clipping)
-    rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
-    updates = Updates(job.states, early, rank.store, rank.collectives)
     scaler = LossScaler.of(rank.settings)
     changes = InPlaceChanges(job.states, rank.collectives)
-    step = TrainingStep(
-        gradients=gradients,
-        updates=updates,
-        optimizer=user.optimizer,
-        scaler=scaler,
-        clipping=clipping,
-        early=early,
-        changes=changes,
-        begins_early=bool(rank.settings.paramserver.early_updates),
-        parameters=len(user.parameters),
-        required=() if _may_be_unused(rank.settings) else user.parameters,
-    )
+    gradients, updates, step = _make_step(user, rank, job, scaler, changes)
     traces = _make_traces(rank, resources.all)
     clock = Clock()
     residency = _make_residency(rank, job)
@@ -130,24 +114,7 @@ def _make_parts(
         user.data,
         is_managed=rank.settings.managed_gradient_accumulation,
     )
-    settlement = Settlement(
-        rank.store,
-        rank.collectives,
-        _keep_replicas(rank, job, resources),
-        leads_store=job.leads_store,
-        spans_nodes=job.sharers < rank.collectives.world_size,
-    )
-    resources.all.callback(settlement.close)
-    commits = Commits(
-        rank.store,
-        job.states,
-        job.buffers,
-        job.lanes,
-        rank.settings.paramserver.durability,
-        newest=job.resumed_step,
-        handed_over=job.handed_over_step,
-        settlement=settlement,
-    )
+    commits = _make_commits(rank, job, resources)
     passes = BackwardPasses(step, scaler, micro_batches, commits)
     activations = _make_activations(rank, job, resources.all) if rank.settings.offloads_activations else None
     hooks = UnitHooks(
@@ -185,6 +152,59 @@ def _make_parts(
         device_copies=job.device_copies,
         activations=activations,
         reporter=_make_reporter(user, rank, job, residency, traces),
+    )
+
+
+def _make_step(
+    user: UserObjects, rank: RankContext, job: Job, scaler: LossScaler, changes: InPlaceChanges
+) -> tuple[Gradients, Updates, TrainingStep]:
+    clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
+    early = EarlyUpdates(rank.store, are_final=rank.settings.paramserver.early_updates == "final")
+    gradients = Gradients(
+        job.units,
+        job.states,
+        early,
+        rank.store,
+        rank.collectives,
+        job.lanes,
+        exact_norms=clipping.norm > 0,
+        mean=rank.settings.gradient_allreduce_op == "mean",
+    )
+    rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
+    updates = Updates(job.states, early, rank.store, rank.collectives)
+    step = TrainingStep(
+        gradients=gradients,
+        updates=updates,
+        optimizer=user.optimizer,
+        scaler=scaler,
+        clipping=clipping,
+        early=early,
+        changes=changes,
+        begins_early=bool(rank.settings.paramserver.early_updates),
+        parameters=len(user.parameters),
+        required=() if _may_be_unused(rank.settings) else user.parameters,
+    )
+    return gradients, updates, step
+
+
+def _make_commits(rank: RankContext, job: Job, resources: Resources) -> Commits:
+    settlement = Settlement(
+        rank.store,
+        rank.collectives,
+        _keep_replicas(rank, job, resources),
+        leads_store=job.leads_store,
+        spans_nodes=job.sharers < rank.collectives.world_size,
+    )
+    resources.all.callback(settlement.close)
+    return Commits(
+        rank.store,
+        job.states,
+        job.buffers,
+        job.lanes,
+        rank.settings.paramserver.durability,
+        newest=job.resumed_step,
+        handed_over=job.handed_over_step,
+        settlement=settlement,
     )
 
 
@@ -236,19 +256,6 @@ def _may_be_unused(settings: TrainingConfig) -> bool:
     """Return whether a step may leave parameters without a gradient. DeepSpeed asks the key at stage 2 only."""
     section = settings.zero_optimization
     return section.ignore_unused_parameters or section.stage != 2
-
-
-def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: Clipping) -> Gradients:
-    return Gradients(
-        job.units,
-        job.states,
-        early,
-        rank.store,
-        rank.collectives,
-        job.lanes,
-        exact_norms=clipping.norm > 0,
-        mean=rank.settings.gradient_allreduce_op == "mean",
-    )
 
 
 def _make_traces(rank: RankContext, resources: ExitStack) -> Sequence[StepTrace | StepExport]:

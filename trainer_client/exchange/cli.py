@@ -22,7 +22,7 @@ from trainer_client.client.transport.credentials import (
 )
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
-from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar, required
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -74,32 +74,29 @@ def export(
 
     Exit status: 0 when the export is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
     """
-    with exit_statuses(f"nothing is left at {destination}"):
-        if not address:
-            raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-        with cleaning_up_on_sigterm(), progress_bar("export") as bar:
-            result = export_step(
-                address,
-                job,
-                step,
-                destination,
-                format=format,
-                dtype=dtype,
-                optimizer=optimizer,
-                adapter=adapter,
-                max_shard_bytes=_size(max_shard_size),
-                extra_files=extra or (),
-                overwrite=overwrite,
-                credentials=Credentials(
-                    token_file=token_file,
-                    tls_ca=tls_ca,
-                    tls_certificate=tls_certificate,
-                    tls_key=tls_key,
-                    insecure=insecure,
-                ),
-                kept=kept,
-                on_progress=bar,
-            )
+    with exit_statuses(f"nothing is left at {destination}"), cleaning_up_on_sigterm(), progress_bar("export") as bar:
+        result = export_step(
+            required(address),
+            job,
+            step,
+            destination,
+            format=format,
+            dtype=dtype,
+            optimizer=optimizer,
+            adapter=adapter,
+            max_shard_bytes=_size(max_shard_size),
+            extra_files=extra or (),
+            overwrite=overwrite,
+            credentials=Credentials(
+                token_file=token_file,
+                tls_ca=tls_ca,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+                insecure=insecure,
+            ),
+            kept=kept,
+            on_progress=bar,
+        )
     _print(result, as_json=as_json)
 
 

@@ -5,6 +5,7 @@ This module owns nothing beyond a call. It must never leave anything in the stor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+
+import torch
 
 from trainer_client.client.store_client.types import Kind, Placement
 from trainer_client.client.transport.credentials import Credentials
@@ -115,31 +118,17 @@ def import_checkpoint(
         StoreError: the store failed, or has no room.
     """
     began = time.monotonic()
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    type_in_model = None if dtype is None else _dtype_called(dtype)
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     with local_source(source) as path:
-        checkpoint = _without(_opened(path, tag, verify=verify, weights_only=weights_only), exclude, is_excluded)
-        if weights_only:
-            checkpoint = _weights_of(checkpoint)
+        checkpoint = _read(path, tag, exclude, is_excluded, verify=verify, weights_only=weights_only)
         tensors, buffers = divide(checkpoint, is_buffer)
         if not tensors:
             raise ImportCheckpointError(f"{source} has no parameters that can be imported")
-        made = ImportedJob(
-            job,
-            tensors,
-            dtype=None if dtype is None else DTYPES[dtype],
-            device=device,
-            durability=durability,
-        )
+        made = ImportedJob(job, tensors, dtype=type_in_model, device=device, durability=durability)
         encoded, left_out = encode_state(checkpoint, tensors, buffers, os.fspath(source))
-        report = _Report(made.size_bytes, on_progress)
-        client = f"import of {job} on {socket.gethostname()}, process {os.getpid()}"
-        session = RankStore(store, client, shown)
-        try:
-            committed_step = made.write(session, checkpoint.step, encoded, report)
-        finally:
-            session.close()
+        with contextlib.closing(_session_for(job, store, shown)) as session:
+            committed_step = made.write(session, checkpoint.step, encoded, _Report(made.size_bytes, on_progress))
     return ImportResult(
         job=job,
         source=os.fspath(source),
@@ -152,6 +141,31 @@ def import_checkpoint(
         left_out=(*checkpoint.left_out, *left_out),
         seconds=time.monotonic() - began,
     )
+
+
+def _dtype_called(name: str) -> torch.dtype:
+    """Return a dtype by its name in `WeightDType`. Raise ConfigError for another name."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _session_for(job: str, store: str, credentials: Credentials) -> RankStore:
+    return RankStore(store, f"import of {job} on {socket.gethostname()}, process {os.getpid()}", credentials)
+
+
+def _read(
+    path: Path,
+    tag: str | None,
+    patterns: Sequence[str],
+    is_excluded: Callable[[str], bool] | None,
+    *,
+    verify: bool,
+    weights_only: bool,
+) -> Checkpoint:
+    """Open a checkpoint without what is excluded. It can raise ImportCheckpointError and ConfigError."""
+    left = _without(_opened(path, tag, verify=verify, weights_only=weights_only), patterns, is_excluded)
+    return _weights_of(left) if weights_only else left
 
 
 def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:

@@ -20,10 +20,9 @@ from trainer_client.client.transport.credentials import (
     TOKEN_FILE_VARIABLE,
     Credentials,
 )
-from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import WeightDType
 from trainer_client.exchange.import_checkpoint import ImportResult, import_checkpoint
-from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar
+from trainer_client.exchange.terminal import COMMAND, cleaning_up_on_sigterm, exit_statuses, progress_bar, required
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -74,30 +73,27 @@ def import_(
 
     Exit status: 0 when the import is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
     """
-    with exit_statuses(f"the store has no job {job}"):
-        if not address:
-            raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-        with cleaning_up_on_sigterm(), progress_bar("import") as bar:
-            result = import_checkpoint(
-                address,
-                job,
-                source,
-                dtype=dtype,
-                device=device,
-                durability=durability,
-                tag=tag,
-                weights_only=weights_only,
-                exclude=exclude or (),
-                verify=verify,
-                credentials=Credentials(
-                    token_file=token_file,
-                    tls_ca=tls_ca,
-                    tls_certificate=tls_certificate,
-                    tls_key=tls_key,
-                    insecure=insecure,
-                ),
-                on_progress=bar,
-            )
+    with exit_statuses(f"the store has no job {job}"), cleaning_up_on_sigterm(), progress_bar("import") as bar:
+        result = import_checkpoint(
+            required(address),
+            job,
+            source,
+            dtype=dtype,
+            device=device,
+            durability=durability,
+            tag=tag,
+            weights_only=weights_only,
+            exclude=exclude or (),
+            verify=verify,
+            credentials=Credentials(
+                token_file=token_file,
+                tls_ca=tls_ca,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+                insecure=insecure,
+            ),
+            on_progress=bar,
+        )
     _print(result, as_json=as_json)
 
 

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import typer
 
+from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
 from paramserver.contract.progress_bars import byte_bars
 from trainer_client.errors import ConfigError, TrainerClientError
@@ -60,6 +61,16 @@ def exit_statuses(after_interrupt: str) -> Iterator[None]:
         _fail(str(error), _WRONG_OPTIONS)
     except TrainerClientError as error:
         _fail(str(error), 1)
+
+
+AddressT = TypeVar("AddressT", str, list[str])
+
+
+def required(address: AddressT | None) -> AddressT:
+    """Return what the option --address gives. Raise ConfigError if it gives nothing."""
+    if not address:
+        raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
+    return address
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -18,9 +18,10 @@ from torch import nn
 from paramserver.contract.address import ADDRESS_VARIABLE
 from trainer_client import comm
 from trainer_client.config.loading import load_config
+from trainer_client.engine.start import InitialArguments
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine
-from trainer_client.inference.opening import InitialArguments, open_engine
+from trainer_client.inference.opening import open_engine
 from trainer_client.interface_version import log_version
 from trainer_client.training.initial.deferred_init import RecipeRecorder
 from trainer_client.training.model.leaves import mark_configured_leaves

@@ -11,8 +11,6 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +18,7 @@ from torch import nn
 from trainer_client.client.store_client.client_sync import StoreClientSync
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine.engine import Engine
+from trainer_client.engine.start import InitialArguments
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine, InferenceParts
 from trainer_client.inference.hooks import InferenceHooks
@@ -29,9 +27,6 @@ from trainer_client.inference.residency import WeightResidency
 from trainer_client.inference.stored_job import newest_step, put
 from trainer_client.inference.units import check_fit, divide
 from trainer_client.inference.weights import StepWeights
-from trainer_client.training.initial.initial_values import InitialValues
-from trainer_client.training.initial.loading import Weights
-from trainer_client.training.initial.module_init import ParamInitFn
 from trainer_client.training.model.buffers import cast_buffers, give_buffers
 from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.unit_policy import UnitPolicy
@@ -39,7 +34,7 @@ from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.run.context import Resources
 from trainer_client.training.run.extra_states import ExtraStates
 from trainer_client.training.run.job_choice import is_of_training, note_stored_values
-from trainer_client.training.run.node_store import choose_device, find_store, join_processes
+from trainer_client.training.run.node_store import find_store, join_ranks
 from trainer_client.training.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
@@ -51,26 +46,6 @@ _OWN_SHARE = 13 / 16
 _COMMON_SHARE = 3 / 4
 # The most buffers that a warning names.
 _SHOWN_BUFFERS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class InitialArguments:
-    """The source of the initial values of a job that the store does not have yet; see `initialize`."""
-
-    weights: str | Path | None = None
-    strict_weights: bool = True
-    param_init_fn: ParamInitFn | None = None
-    # The open engines that the model belongs to.
-    former_engines: Sequence[Engine] = ()
-
-
-def take_over(engines: Sequence[Engine]) -> None:
-    """Make the models of these engines plain ones, with their weights, and close them. All ranks must call this.
-
-    The caller shares the process group and the daemon with them already, so that these stay.
-    """
-    for engine in engines:
-        engine.hand_over_model()
 
 
 def open_engine(
@@ -105,21 +80,16 @@ def open_engine(
     with ExitStack() as everything:
         resources = everything.enter_context(ExitStack())
         joined = resources.enter_context(ExitStack())
-        local_rank, device = (
-            choose_device(settings) if processes is None else join_processes(settings, *processes, joined)
-        )
-        collectives = Collectives(device, section.collective_timeout_seconds)
-        joined.callback(collectives.close)
+        local_rank, collectives = join_ranks(settings, processes, joined)
         address, credentials = find_store(settings, collectives, local_rank, resources)
         # The process group is left before the daemon is stopped, so that no other rank waits for a daemon that is gone.
         resources.callback(joined.close)
-        take_over(initial.former_engines)
+        initial.take_over()
         name = f"pid {os.getpid()} on {socket.gethostname()}, inference"
         client = StoreClientSync.connect(address, credentials=credentials, client=name, prefer_streams=prefer_streams)
         resources.callback(client.close)
         policy_of_dtypes = PrecisionPolicy.of(settings)
         dtypes = [policy_of_dtypes.dtype_of(parameter) for parameter in parameters]
-        section = settings.paramserver
         job = choose_job(
             model,
             parameters,
@@ -132,7 +102,7 @@ def open_engine(
         )
         if job == section.job and "inference" not in section.model_fields_set and all(map(_has_values, parameters)):
             note_stored_values(address, job, resources)
-        weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
+        weights = _read(client, job, model, parameters, dtypes, settings, initial, collectives, local_rank)
         everything.callback(weights.close)
         units = divide(model, parameters, weights.tensors, policy)
         residency = WeightResidency(units, weights, _host_bytes(settings, weights))
@@ -167,10 +137,9 @@ def _read(
     initial: InitialArguments,
     collectives: Collectives,
     local_rank: int,
-    device: torch.device,
 ) -> StepWeights:
     """Return the step of the job that is meant, put it into the store first if it is missing, and fill the buffers."""
-    section = settings.paramserver
+    section, device = settings.paramserver, collectives.device
     is_there = newest_step(client, job) is not None
     if job != section.job:
         # The key is about the job that the config names, which is another engine's.
@@ -183,14 +152,7 @@ def _read(
     tensors = (*model.parameters(), *model.buffers())
     (is_meta,) = collectives.any_rank([any(tensor.is_meta for tensor in tensors)], "the look at the model")
     if is_missing or is_meta or initial.weights is not None:
-        values = InitialValues(
-            model,
-            parameters,
-            collectives,
-            param_init_fn=initial.param_init_fn,
-            weights=Weights(initial.weights) if initial.weights is not None else None,
-            strict_weights=initial.strict_weights,
-        )
+        values = initial.values(model, parameters, collectives)
         if is_missing:
             # A launcher numbers the processes of a node although each may be alone, without a process group.
             writes = (local_rank == 0 or collectives.world_size == 1) and not is_there

@@ -16,15 +16,12 @@ from torch import nn
 
 from trainer_client.config.batch_sizes import resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
+from trainer_client.engine.start import InitialArguments
 from trainer_client.errors import ConfigError
 from trainer_client.inference.base import ComputingEngine
-from trainer_client.inference.opening import InitialArguments, take_over
-from trainer_client.training.initial.initial_values import InitialValues
-from trainer_client.training.initial.loading import Weights
 from trainer_client.training.model.buffers import cast_buffers
 from trainer_client.training.model.parameters import ModelParameter
-from trainer_client.training.ranks.collectives import Collectives
-from trainer_client.training.run.node_store import join_processes
+from trainer_client.training.run.node_store import join_ranks
 from trainer_client.training.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
@@ -85,26 +82,18 @@ def open_whole_engine(
             *(stage, settings.paramserver.job),
         )
     with ExitStack() as resources:
-        local_rank, device = join_processes(settings, *processes, resources)
-        take_over(initial.former_engines)
+        local_rank, collectives = join_ranks(settings, processes, resources)
+        initial.take_over()
         dtype_of = PrecisionPolicy.of(settings).dtype_of
-        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
         try:
             sizes = resolve_batch_sizes(settings, collectives.world_size)
-            values = InitialValues(
-                model,
-                parameters,
-                collectives,
-                param_init_fn=initial.param_init_fn,
-                weights=None if initial.weights is None else Weights(initial.weights),
-                strict_weights=initial.strict_weights,
-            )
+            values = initial.values(model, parameters, collectives)
             for parameter in parameters:
-                whole = values.whole(parameter).to(device, dtype_of(parameter))
+                whole = values.whole(parameter).to(collectives.device, dtype_of(parameter))
                 parameter.tensor.data = whole.view(parameter.shape)
             for module in model.modules():
                 for name, buffer in list(module.named_buffers(recurse=False)):
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = buffer.to(collectives.device)
             cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
         finally:
             collectives.close()

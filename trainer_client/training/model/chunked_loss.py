@@ -54,22 +54,7 @@ def chunked_cross_entropy(
         IndexError: a label is no index of the vocabulary (on the CPU).
         ValueError: an argument does not fit.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'chunked_cross_entropy(reduction={reduction!r}): write "mean" or "sum"')
-    if tokens < 1:
-        raise ValueError(f"chunked_cross_entropy(tokens={tokens}): write a number of tokens from 1 on")
-    if hidden.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"chunked_cross_entropy: hidden states of shape {list(hidden.shape)} do not go with labels of shape "
-            f"{list(labels.shape)}: give one label for each token"
-        )
-    others = {id(parameter) for parameter in head.parameters() if parameter.requires_grad}
-    if others - {id(head.weight), id(getattr(head, "bias", None))}:
-        raise ValueError(
-            f"chunked_cross_entropy: the head is a {type(head).__name__} that has other parameters than its weight and "
-            "bias, such as those of an adapter, which the loss would leave out: leave the head out of the adapter, or "
-            "compute the loss from its output"
-        )
+    _check(hidden, head, labels, tokens, reduction)
     # Gradients of the parts are added up in the dtype of this tensor.
     flat = hidden.reshape(-1, hidden.shape[-1]).float()
     targets = labels.reshape(-1).to(hidden.device)
@@ -100,6 +85,26 @@ def chunked_cross_entropy(
     total = sums.logsumexp(dim=0) - chosen.sum(dim=0)
     loss = torch.where(counts, total, 0.0).sum()
     return loss if reduction == "sum" else loss / counts.sum()
+
+
+def _check(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, tokens: int, reduction: str) -> None:
+    """Raise ValueError if an argument of `chunked_cross_entropy` does not fit."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'chunked_cross_entropy(reduction={reduction!r}): write "mean" or "sum"')
+    if tokens < 1:
+        raise ValueError(f"chunked_cross_entropy(tokens={tokens}): write a number of tokens from 1 on")
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"chunked_cross_entropy: hidden states of shape {list(hidden.shape)} do not go with labels of shape "
+            f"{list(labels.shape)}: give one label for each token"
+        )
+    others = {id(parameter) for parameter in head.parameters() if parameter.requires_grad}
+    if others - {id(head.weight), id(getattr(head, "bias", None))}:
+        raise ValueError(
+            f"chunked_cross_entropy: the head is a {type(head).__name__} that has other parameters than its weight and "
+            "bias, such as those of an adapter, which the loss would leave out: leave the head out of the adapter, or "
+            "compute the loss from its output"
+        )
 
 
 class _ReducedLogits(torch.autograd.Function):

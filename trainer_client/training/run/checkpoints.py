@@ -118,17 +118,7 @@ class Checkpoints:
         if len(note.encode()) > _MOST_NOTE_BYTES or not note.isprintable():
             note = ""
 
-        own: dict[str, Any] = {}
-
-        def encode() -> dict[str, str]:
-            own["client_state"] = files.encode_user_state(user_state)
-            own["buffers"] = self._encoded_buffers(run_state, is_within_step=is_within_step)
-            return {key: _digest(value) for key, value in own.items()}
-
-        digests = self._on_all_ranks("save_checkpoint()", encode)
-        if rank := self._collectives.rank:
-            # An empty value stands for that of rank 0, so that what is equal is sent and saved once.
-            own |= {key: type(value)() for key, value in own.items() if digests[rank][key] == digests[0][key]}
+        own = self._encode(run_state, user_state, is_within_step=is_within_step)
 
         def keep() -> dict[str, Any]:
             part = {"run_state": run_state.decode(), **own}
@@ -164,6 +154,23 @@ class Checkpoints:
         self._forget(unneeded)
         self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._retention.unneeded(manifest)))
         return directory
+
+    def _encode(self, run_state: bytes, user_state: Mapping[str, Any], *, is_within_step: bool) -> dict[str, Any]:
+        """Return this rank's own part of a manifest. All ranks must call this; it raises as `save`.
+
+        An empty value stands for that of rank 0, so that what is equal is sent and saved once.
+        """
+        own: dict[str, Any] = {}
+
+        def encode() -> dict[str, str]:
+            own["client_state"] = files.encode_user_state(user_state)
+            own["buffers"] = self._encoded_buffers(run_state, is_within_step=is_within_step)
+            return {key: _digest(value) for key, value in own.items()}
+
+        digests = self._on_all_ranks("save_checkpoint()", encode)
+        if rank := self._collectives.rank:
+            own |= {key: type(value)() for key, value in own.items() if digests[rank][key] == digests[0][key]}
+        return own
 
     def find(self, load_dir: str | Path, tag: str | None, *, strict: bool, with_states: bool) -> Loaded | None:
         """Find a checkpoint and the stores that keep its step; None if `tag` is None and `latest` does not exist.

@@ -120,6 +120,36 @@ class Job:
         specs = self.tiling.cut(find_units(user.module, user.parameters, unit_policy))
         if collectives.device.type != CPU:
             self._require_device_memory(specs, placement)
+        placed = self._make_units(user, specs, placement)
+        groups = [state.group for state in self.states]
+        self.buffers = _find_large_buffers(user, store, collectives)
+        layout = name_layout(groups, self.buffers, collectives)
+        opened = self._open(layout)
+        section = settings.paramserver
+        # A replica may have a newer step than this store, for example if this node's state was lost.
+        peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
+        start = self._within_one_epoch(
+            lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
+        )
+        self.resumed_step = None if start is None else start.step
+        self.rolled_back: RollBacks = {} if start is None else start.rolled_back
+        self.fresh = frozenset[str]() if start is None else start.fresh
+        self.layout = start.layout if start is not None and start.fits else layout
+        self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
+        if self.resumed_state is not None:
+            load_buffers(user.module, self.resumed_state)
+        _move_buffers(user.module, collectives)
+        self.buffers.note()
+        self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
+        most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
+        self.device_copies = CopyRoom(store, self.lanes, collectives.device, most_bytes)
+        self.device_copies.offer(section.gpu_budget)
+
+    def _make_units(
+        self, user: UserObjects, specs: Sequence[UnitSpec], placement: PlacementPolicy
+    ) -> Mapping[str, GroupPlacement]:
+        """Make the units and their states, and return the placement of each group by its name."""
+        store, collectives = self._store, self._collectives
         groups_of_units = [
             flat_groups(
                 spec,
@@ -149,28 +179,7 @@ class Job:
             )
             for index, (spec, groups_of_unit) in enumerate(zip(specs, groups_of_units, strict=True))
         ]
-        self.buffers = _find_large_buffers(user, store, collectives)
-        layout = name_layout(groups, self.buffers, collectives)
-        opened = self._open(layout)
-        section = settings.paramserver
-        # A replica may have a newer step than this store, for example if this node's state was lost.
-        peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
-        start = self._within_one_epoch(
-            lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
-        )
-        self.resumed_step = None if start is None else start.step
-        self.rolled_back: RollBacks = {} if start is None else start.rolled_back
-        self.fresh = frozenset[str]() if start is None else start.fresh
-        self.layout = start.layout if start is not None and start.fits else layout
-        self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
-        if self.resumed_state is not None:
-            load_buffers(user.module, self.resumed_state)
-        _move_buffers(user.module, collectives)
-        self.buffers.note()
-        self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
-        most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
-        self.device_copies = CopyRoom(store, self.lanes, collectives.device, most_bytes)
-        self.device_copies.offer(section.gpu_budget)
+        return placed
 
     def _bytes_of_copies(self, groups: Sequence[FlatGroup], placed: Mapping[str, GroupPlacement]) -> int:
         return bytes_of_copies(groups, placed, self._collectives.world_size if self.gather.is_one_sided else 1)

@@ -18,6 +18,7 @@ from paramserver.contract.launcher import end_with_launcher
 from paramserver.contract.open_files import raise_limit
 from trainer_client import comm
 from trainer_client.base import device
+from trainer_client.base.recorder import Recorder
 from trainer_client.client.transport.channel import wait_until_serving
 from trainer_client.client.transport.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.config.training_config import TrainingConfig
@@ -122,6 +123,29 @@ def join_processes(
     _joined.share(processes)
     comm.require_launched_group()
     return choose_device(settings)
+
+
+def join_ranks(
+    settings: TrainingConfig,
+    processes: tuple[bool | None, int] | None,
+    resources: ExitStack,
+    recorder: Recorder | None = None,
+) -> tuple[int, Collectives]:
+    """Join the other ranks, and return (local rank, collectives), which `resources` closes. All ranks must call this.
+
+    Args:
+        processes: the arguments `required` and `port` of `join_processes`. None: the process group is used as it is.
+        recorder: notes what this rank waits for; None: one of the collectives' own.
+
+    Raises:
+        ConfigError: as `join_processes`.
+    """
+    local_rank, chosen = (
+        choose_device(settings) if processes is None else join_processes(settings, *processes, resources)
+    )
+    collectives = Collectives(chosen, settings.paramserver.collective_timeout_seconds, recorder)
+    resources.callback(collectives.close)
+    return local_rank, collectives
 
 
 def find_store(
