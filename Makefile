@@ -231,6 +231,16 @@ docs: $(DOCS)/.installed ## Make the site of the documentation, build/site/index
 	PYTHONPATH=. $(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees -c docs/site . $(SITE)
 	$(BIN)/python -m docs.site.check $(SITE)
 
+# The tools that build and check have an environment of their own, because nothing else needs them.
+dist: venv ## Build the wheel and the source distribution, check them, and train from the wheel in a clean environment
+	rm -rf dist build/dist
+	$(BIN)/python -m venv build/dist
+	build/dist/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.3' 'twine>=6' 'check-wheel-contents>=0.6'
+	build/dist/bin/python -m build --outdir dist
+	build/dist/bin/twine check --strict dist/*
+	build/dist/bin/check-wheel-contents --toplevel paramserver,paramserver_stand_in,storage,trainer_client dist/*.whl
+	$(BIN)/python -m tests.distributions dist
+
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 	  proto/paramserver/v1/*.proto

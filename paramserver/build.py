@@ -8,6 +8,7 @@ the last kind. This module must never import another module of the project, beca
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
@@ -15,6 +16,23 @@ _PACKAGES = ("paramserver", "storage", "trainer_client")
 # The suffixes of files that are installed with the packages: code, what the page is made of, and tables of config keys.
 _SUFFIXES = frozenset({".py", ".html", ".css", ".js", ".toml"})
 _DIGEST_BYTES = 6
+
+
+def read_commit(root: Path = _ROOT) -> str:
+    """Return the commit that the packages in `root` are of, or "unknown". Changes since then are not counted.
+
+    A wheel and a source distribution carry it, and a checkout is asked.
+    """
+    if (carried := root / "paramserver" / "commit.txt").is_file():
+        return carried.read_text(encoding="ascii").strip()
+    # A directory of packages may itself lie in a checkout of something else.
+    if not (root / ".git").exists():
+        return "unknown"
+    asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def read_build(root: Path = _ROOT) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from paramserver import __version__
-from paramserver.build import read_build
+from paramserver.build import read_build, read_commit
 from paramserver.config import DaemonConfig, load_config
 from paramserver.contract.client_verbs import VerbError, load_verb
 from paramserver.errors import ConfigError
@@ -35,7 +35,7 @@ app.add_typer(security_cli.tokens, name="tokens")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paramserver {__version__}, build {read_build()}")
+        typer.echo(f"paramserver {__version__}, commit {read_commit()}, build {read_build()}")
         raise typer.Exit
 
 
@@ -43,7 +43,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and build."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version, commit and build."),
     ] = False,
 ) -> None:
     pass

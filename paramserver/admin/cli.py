@@ -31,7 +31,7 @@ from paramserver.admin.tiers import tiers
 from paramserver.admin.top import top
 from paramserver.admin.verify import verify
 from paramserver.admin.versions import versions
-from paramserver.build import read_build
+from paramserver.build import read_build, read_commit
 
 # The character \b makes click print the lines of a paragraph as they are, without joining them.
 _SEVERAL = """\b
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paramserver-admin {__version__}, build {read_build()}")
+        typer.echo(f"paramserver-admin {__version__}, commit {read_commit()}, build {read_build()}")
         raise typer.Exit
 
 
@@ -63,7 +63,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and build."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version, commit and build."),
     ] = False,
     token_file: Annotated[
         Path | None, typer.Option(help="File of an admin token.", envvar="PARAMSERVER_TOKEN_FILE")

@@ -68,7 +68,7 @@ FLOORS = {
         "kept_steps",
     ),
     "paramserver": (
-        "__init__ build errors events v1",
+        "__init__ build errors events packaging v1",
         "contract",
         "vocabulary",
         "optimizer_kernel process",

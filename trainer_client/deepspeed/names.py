@@ -7,8 +7,8 @@ built, and by `make lint`:
 
     python -P trainer_client/deepspeed/names.py DIRECTORY
 
-This module owns the table. It must import nothing but Python's own modules, because build_stubs.py runs it where no
-other package is installed.
+This module owns the table. It must import nothing but Python's own modules, because paramserver/packaging.py runs it
+where no other package is installed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""What a build adds to the packages: the commit that it is of, and stubs of DeepSpeed's names.
+
+Type checkers and editors read the stubs, because they cannot see the modules that trainer_client/deepspeed/finder.py
+makes. setuptools loads this file by itself, as pyproject.toml says, where torch is not installed. It must import
+nothing of the project.
+"""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+from pathlib import Path
+
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+_ROOT = Path(__file__).parents[1]
+_COMMIT = "paramserver/commit.txt"
+
+
+def _write_commit(target: Path) -> None:
+    """Write the file of the commit below `target`: that of the checkout, or the one that a source distribution has."""
+    if (_ROOT / ".git").exists():
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=_ROOT, check=True, capture_output=True, text=True
+        ).stdout
+    elif (_ROOT / _COMMIT).is_file():
+        commit = (_ROOT / _COMMIT).read_text(encoding="ascii")
+    else:
+        return
+    (target / _COMMIT).write_text(commit, encoding="ascii")
+
+
+class BuildPackages(build_py):
+    """Builds the packages, and writes beside them what a build adds. An editable install has none of it."""
+
+    def run(self) -> None:
+        """Build the packages."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib)
+            runpy.run_path(str(_ROOT / "trainer_client/deepspeed/names.py"))["write_stubs"](target)
+            _write_commit(target)
+
+
+class SourceDistribution(sdist):
+    """Makes a source distribution that knows its commit, because it has no checkout around it."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Make the directory that is packed."""
+        super().make_release_tree(base_dir, files)
+        _write_commit(Path(base_dir))
