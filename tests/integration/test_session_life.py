@@ -298,9 +298,9 @@ def test_operators_see_who_is_connected_and_what_they_hold(clients: Clients, dae
 ABANDON = """
 import os, signal, sys
 from tests.integration.test_session_life import cycle
-from trainer_client.client.transport.arena import Arena
+from trainer_client.client.transport.arena import MappedArena
 kept = [cycle(*sys.argv[1:]) for _ in range(5)]
-arenas = [Arena.map(stream.welcome.arena) for stream in kept[:2]]
+arenas = [MappedArena.map(stream.welcome.arena) for stream in kept[:2]]
 assert all(arenas)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -358,7 +358,7 @@ def test_a_client_that_cannot_map_the_arena_leaves_no_session(daemon: Daemon, mo
     def fail(_: pb.Arena, driver: None, *, is_announced: bool) -> None:
         raise OSError("no address space")
 
-    monkeypatch.setattr("trainer_client.client.transport.attachment.Arena.map", fail)
+    monkeypatch.setattr("trainer_client.client.transport.attachment.MappedArena.map", fail)
     with pytest.raises(OSError, match="no address space"):
         StoreClientSync.connect(daemon.address, client="unmapped")
 
